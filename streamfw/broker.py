@@ -1,0 +1,361 @@
+"""The contract between the core and a broker.
+
+Theory of operation
+    A `Broker` is configuration: constructing one does no I/O. `Broker.connect()` yields a `Connection`, and a
+    connection opens one `Source` for each subscription. Only connections and sources have I/O.
+
+    The runtime drives a source from one place (the pump):
+
+        open -> fetch, fetch, ...          -> stop -> flush -> close
+                   settle, settle, ... (at the same time)
+
+    and these rules make every broker look alike from there:
+
+    - Nobody cancels a `fetch`. Cancelling a claim leaves messages held that nobody saw. `stop()` makes a pending
+      fetch return ``()``. A fetch waits until it has something, so it never returns ``()`` otherwise.
+    - `settle` records, and never waits for another delivery. What its return means is declared in
+      `Capabilities.settlement`; `flush` waits until all that was recorded is durable.
+    - `settle` and `fetch` run at the same time, each at most once.
+    - When `fetch` raises a transient `BrokerError`, the runtime waits (full jitter, growing) and calls `reopen`
+      until it works, then fetches again. Deliveries that do not survive this are marked `Delivery.lost` by the
+      source before `reopen` returns; all others stay ours and are settled on the reopened source.
+    - When `settle` raises a transient `BrokerError`, nothing of the group counts as settled, and the runtime calls
+      it again with the same group. A source must therefore take a settlement twice.
+    - An error that belongs to one delivery is *returned* by `settle`, never raised.
+
+    To write a broker, implement the four abstract classes below and run `streamfw.testing.conformance` on it;
+    ``docs/writing-a-broker.md`` builds one step by step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar, Literal, Protocol
+
+import msgspec
+
+from .errors import PublishError, SettleError, Unsupported, redact
+from .message import Message, Outgoing
+from .outcome import Outcome
+
+__all__ = [
+    "Broker",
+    "Capabilities",
+    "Connection",
+    "DeadLetters",
+    "Delivery",
+    "Health",
+    "Order",
+    "PumpControl",
+    "Settlement",
+    "Source",
+    "Subscription",
+    "UnitOfWork",
+]
+
+Order = Literal["key", "partition"]
+
+
+class Delivery(Message, gc=False, kw_only=True):
+    """A message as a source delivers it. A broker derives from it and adds its own handle (row, offset, tag).
+
+    - `lane`: deliveries of one lane are handled one after another, in the order fetched. The source sets it by
+      `Subscription.ordered_by`: the key, the partition, or None (no order asked).
+    - `lost`: the source knows that it is not ours any more (a lease that ran out, a revoked partition). A lost
+      delivery is not started; one whose handler runs is not settled.
+    """
+
+    lane: Hashable | None = None
+    lost: bool = False
+
+
+class Settlement(msgspec.Struct, gc=False):
+    """A delivery and what became of it: `ACK`, a `Retry` with its seconds, a `Drop`, a `DeadLetter` (where the
+    broker has them natively), or `RELEASE` (where `Capabilities.release`)."""
+
+    delivery: Delivery
+    outcome: Outcome
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a broker does by itself. What it does not, the runtime provides or `App.build()` refuses.
+
+    - `settlement`: what the return of `Source.settle` means. ``immediate``: durable. ``grouped``: durable when the
+      claim that took the message ends. ``positional``: durable when the position is committed. ``sent``: on its way.
+    - `retry`: takes a single message back, to deliver it again later. If not, the runtime keeps it and tries again in
+      place.
+    - `delay`: the granularity in seconds of ``publish(delay=)`` and of `Retry`'s pause; None: no delayed publishing.
+    - `release`: takes a single message back without counting an attempt. If not, only `close` gives back.
+    - `attempts`: ``durable`` counts survive the death of a process; ``process`` counts are this process's own.
+    - `dead_letter`: `settle` moves a message to the subscription's dead letter by itself, in one step. If not, the
+      runtime publishes it there, and settles the original once that is confirmed.
+    - `ordered_by`: the orders that hold over all processes of a group.
+    - `priorities`, `transactions`, `replies`, `seek`: has them.
+    - `kept`: what is published before any group has subscribed is kept for the first one; if not, the publisher gets
+      `Unroutable`.
+    - `prefetch`: how many messages a subscriber starts with, before it adapts.
+    - `max_body`: the largest body in bytes; None: no limit of its own.
+    """
+
+    settlement: Literal["immediate", "grouped", "positional", "sent"] = "immediate"
+    retry: bool = False
+    delay: float | None = None
+    release: bool = False
+    attempts: Literal["durable", "process"] = "process"
+    dead_letter: bool = False
+    ordered_by: frozenset[Order] = frozenset()
+    priorities: bool = False
+    transactions: bool = False
+    replies: bool = False
+    seek: bool = False
+    kept: bool = True
+    prefetch: int = 100
+    max_body: int | None = None
+
+
+class PumpControl(Protocol):
+    """How a source holds the pump that feeds on it, when deliveries are about to move. Costs nothing a message."""
+
+    def hold(self) -> None:
+        """Start nothing new. What runs goes on; what is queued stays queued."""
+
+    async def quiesce(self, seconds: float) -> bool:
+        """Wait until nothing runs, for at most `seconds`. True when nothing runs. Needs `hold` first."""
+
+    def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
+        """Go on. What is queued and matches `drop` is dropped without being settled (it moved elsewhere)."""
+
+
+class Subscription:
+    """What a source is opened for: one subscriber's wishes, resolved and checked at build.
+
+    `name` is what was published to and `group` who competes for it; `source` is the broker's own source object, or
+    None for a plain name. `attempts` counts deliveries (None: no limit); `dead_letter` is the name that a dead letter
+    goes to (None: they are discarded). `timeout` is what one handler may take, in seconds. `member` names this process
+    and is the same for all its subscriptions. `pump` is there from the moment the source is opened.
+    """
+
+    __slots__ = (
+        "attempts",
+        "batch",
+        "dead_letter",
+        "group",
+        "max_bytes",
+        "member",
+        "name",
+        "ordered_by",
+        "prefetch",
+        "pump",
+        "source",
+        "timeout",
+        "transactional",
+        "workers",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        group: str = "default",
+        *,
+        source: object | None = None,
+        workers: int = 1,
+        ordered_by: Order | None = None,
+        attempts: int | None = None,
+        dead_letter: str | None = None,
+        prefetch: int = 1000,
+        max_bytes: int = 64 * 1024 * 1024,
+        batch: int | None = None,
+        timeout: float | None = None,
+        transactional: bool = False,
+        member: str = "",
+        pump: PumpControl | None = None,
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.source = source
+        self.workers = workers
+        self.ordered_by = ordered_by
+        self.attempts = attempts
+        self.dead_letter = dead_letter
+        self.prefetch = prefetch
+        self.max_bytes = max_bytes
+        self.batch = batch
+        self.timeout = timeout
+        self.transactional = transactional
+        self.member = member
+        self.pump: PumpControl = pump if pump is not None else _NoPump()
+
+    def __repr__(self) -> str:
+        return f"Subscription({self.name!r}, group={self.group!r})"
+
+
+class _NoPump:
+    """For a source that is driven without a runtime: nothing runs, so there is nothing to hold."""
+
+    def hold(self) -> None: ...
+
+    async def quiesce(self, seconds: float) -> bool:
+        return True
+
+    def release(self, drop: Callable[[Delivery], bool] | None = None) -> None: ...
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`ok`, and in one line why or why not (no credentials in it)."""
+
+    ok: bool
+    detail: str = ""
+
+
+class UnitOfWork(ABC):
+    """A delivery's own transaction: what its handler writes through `connection` and the end of its message are one.
+
+    Entered before the handler; `finish` is called once, inside; leaving without it rolls back.
+    """
+
+    connection: Any
+
+    @abstractmethod
+    async def finish(self, outcome: Outcome) -> None:
+        """Settle *in this transaction*. `ACK` commits the handler's writes with the end of the message; any other
+        outcome rolls the writes back and then settles.
+
+        Fenced: when the delivery is not ours any more, everything is rolled back and `SettleError` raised.
+        """
+
+
+class Source(ABC):
+    """An open subscription. Driven by one pump; see the module's theory of operation."""
+
+    @abstractmethod
+    async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
+        """Wait for messages and return at least one and at most `limit`, and about `max_bytes` of bodies (one message
+        may be larger than that; it comes alone). ``()`` only after `stop`.
+
+        Raises a `BrokerError`; after a transient one `reopen` follows, after another the app ends.
+        """
+
+    @abstractmethod
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
+        """Record what became of these deliveries; answer an error for each that was not ours any more.
+
+        Empty means all is well. What the return means is `Capabilities.settlement`. Takes deliveries from before a
+        `reopen`, and answers for those that did not survive it.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """No new deliveries: a pending `fetch` returns ``()`` soon, and so does every later one. What is out stays
+        ours: it can be settled, and nobody else gets it. Twice is once."""
+
+    @abstractmethod
+    async def flush(self, deadline: float) -> None:
+        """Wait until everything recorded is durable, at most until `deadline` (of the loop's clock, in seconds)."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release what is unsettled, so that others get it within 10 s (where the server allows it, at once), with no
+        attempt counted; free everything. Twice is once. Never raises for a connection that is broken already."""
+
+    async def reopen(self) -> None:  # noqa: B027 - the default is meant: a source in process has nothing to open
+        """Open again after `fetch` raised a transient error; mark what did not survive as lost.
+
+        No fetch is pending meanwhile. Raises a `BrokerError` when it did not work. The default has nothing to open.
+        """
+
+    def transaction(self, delivery: Delivery) -> AbstractAsyncContextManager[UnitOfWork]:
+        """A transaction of this delivery's own; only where `Capabilities.transactions`."""
+        raise Unsupported(f"{type(self).__name__} has no transactions")
+
+    def health(self) -> Health:
+        """What this source knows of itself, without I/O: whether it is able to deliver."""
+        return Health(True)
+
+
+class Connection(ABC):
+    """An open connection to a broker, for the life of an app: it publishes, and opens sources.
+
+    It outlives a cut of the network: what it needs is established again when it is next used. After it is closed
+    every method, and every method of every source it opened, raises `BrokerClosed`.
+    """
+
+    @abstractmethod
+    async def open(self, subscription: Subscription) -> Source:
+        """Register the group and open its source. Raises a `BrokerError`; no delivery is out before it returns."""
+
+    @abstractmethod
+    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+        """Publish, and wait until the broker has accepted; one answer for each message, in order (or an empty
+        sequence: all went well).
+
+        Called concurrently. One message that cannot be published fails alone: a broker whose statement fails as a
+        whole repeats it message by message.
+        """
+
+    @abstractmethod
+    async def check(self) -> Health:
+        """Ask the server. Never raises for a server that is away: that is an unhealthy answer."""
+
+    async def dead_letters(self, name: str) -> DeadLetters:
+        """What a person does with the dead letters at `name` (for example ``orders.dead``)."""
+        raise Unsupported(f"{type(self).__name__} cannot list dead letters")
+
+
+class DeadLetters(ABC):
+    """The dead letters at one name, for the command line and for programs."""
+
+    @abstractmethod
+    async def list(self, limit: int = 100) -> Sequence[Message]:
+        """The oldest `limit` of them, with the error and the origin in their headers. Takes nothing away."""
+
+    @abstractmethod
+    async def requeue(self, message_ids: Sequence[str] | None = None) -> int:
+        """Put them (None: all) back where they came from, for the group that failed only, with their attempts at
+        zero; return how many."""
+
+    @abstractmethod
+    async def purge(self, message_ids: Sequence[str] | None = None) -> int:
+        """Discard them (None: all); return how many."""
+
+
+class Broker(ABC):
+    """A configured broker. Constructing it does no I/O and keeps no password where `repr` shows it.
+
+    It is found by the scheme of its URL: a package registers it in the entry-point group ``streamfw.brokers``. It is
+    made as ``Factory(url, **options)``; the options are the keyword parameters of its constructor, and the
+    configuration checks them by name and annotation.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @abstractmethod
+    def connect(self) -> AbstractAsyncContextManager[Connection]:
+        """Connect for the life of the context. Raises a `BrokerError` when the server is away or refuses."""
+
+    def capabilities_of(self, subscription: Subscription) -> Capabilities:
+        """The capabilities of one subscription, where they depend on its source object."""
+        return self.capabilities
+
+    def mistakes(self, subscription: Subscription) -> Iterable[str]:
+        """What this broker cannot honour of a subscription, as sentences; asked at build, before any I/O.
+
+        What follows from the capabilities is checked by the core already.
+        """
+        if subscription.source is not None:
+            yield f"{type(subscription.source).__name__} is not a source of {type(self).__name__}"
+
+    def decoder(self, subscription: Subscription, annotation: object) -> Callable[[Any], Any] | None:
+        """How this subscription's bodies become `annotation`; None: they are bytes, and the codec does it."""
+        return None
+
+    def describe(self) -> str:
+        """The broker in a few words: its URL without password."""
+        return redact(self.url)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()!r})"

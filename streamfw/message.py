@@ -1,0 +1,230 @@
+"""What travels: headers, the message a handler may ask for, and the message a publisher sends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, overload
+
+import msgspec
+
+from .errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+__all__ = [
+    "CONTENT_TYPE",
+    "CORRELATION_ID",
+    "ERROR",
+    "ERROR_TYPE",
+    "NO_HEADERS",
+    "ORIGIN",
+    "ORIGIN_ATTEMPT",
+    "ORIGIN_GROUP",
+    "REPLY_TO",
+    "HeaderValues",
+    "Headers",
+    "Message",
+    "Outgoing",
+    "new_message_id",
+]
+
+HeaderValues: TypeAlias = "Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes | None]]"
+
+# Names that mean something to us. Brokers with a native place for one of them put it there and back.
+CONTENT_TYPE: Final = "content-type"
+CORRELATION_ID: Final = "correlation-id"
+REPLY_TO: Final = "reply-to"
+# What a dead letter tells besides the original's own headers.
+ERROR: Final = "streamfw-error"
+ERROR_TYPE: Final = "streamfw-error-type"
+ORIGIN: Final = "streamfw-origin"
+ORIGIN_GROUP: Final = "streamfw-origin-group"
+ORIGIN_ATTEMPT: Final = "streamfw-origin-attempt"
+
+
+class Headers(Mapping[str, str]):
+    """The headers of a message: ordered pairs of a name and bytes, read as text by default.
+
+    ``headers["tenant"]`` is the last value of that name as text; `raw` gives its bytes, `all` every value, `pairs`
+    all of it in order. Values survive byte for byte on every broker, or the publish is refused. A value of None
+    exists on Kafka only (a null header); as text it reads like a missing one.
+    """
+
+    __slots__ = ("pairs",)
+    pairs: tuple[tuple[str, bytes | None], ...]
+
+    def __init__(self, values: HeaderValues | Headers = ()) -> None:
+        """Take a mapping or pairs; text is encoded as UTF-8. Raises `TypeError` on any other value."""
+        if isinstance(values, Headers):
+            self.pairs = values.pairs
+            return
+        items = values.items() if isinstance(values, Mapping) else values
+        self.pairs = tuple((_name(name), _value(name, value)) for name, value in items)
+
+    @classmethod
+    def of(cls, pairs: tuple[tuple[str, bytes | None], ...]) -> Headers:
+        """Headers of pairs that a broker has decoded: no checks, no copies."""
+        headers = cls.__new__(cls)
+        headers.pairs = pairs
+        return headers
+
+    def raw(self, name: str) -> bytes | None:
+        """The last value of `name` as bytes; None when there is none."""
+        for key, value in reversed(self.pairs):
+            if key == name:
+                return value
+        return None
+
+    def all(self, name: str) -> list[bytes | None]:
+        """Every value of `name`, in order."""
+        return [value for key, value in self.pairs if key == name]
+
+    def merged(self, more: HeaderValues | Headers) -> Headers:
+        """These headers with those of `more` in place of any of the same name."""
+        added = Headers(more)
+        names = {name for name, _ in added.pairs}
+        return Headers.of((*(pair for pair in self.pairs if pair[0] not in names), *added.pairs))
+
+    def __getitem__(self, name: str) -> str:
+        """The last value as text. Raises `KeyError`, or `ArgumentError` when it is not UTF-8."""
+        value = self.raw(name)
+        if value is None:
+            raise KeyError(name)
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise ArgumentError(f"header {name!r} is not UTF-8: {value[:40]!r}; read it with headers.raw()") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for name, _ in self.pairs))
+
+    def __len__(self) -> int:
+        return len({name for name, _ in self.pairs})
+
+    def __contains__(self, name: object) -> bool:
+        return any(key == name for key, _ in self.pairs)
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs)
+
+    def __eq__(self, other: object) -> bool:
+        return self.pairs == other.pairs if isinstance(other, Headers) else Mapping.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash(self.pairs)
+
+    def __repr__(self) -> str:
+        return f"Headers({list(self.pairs)!r})"
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"a header's name is text and not empty, not {name!r}")
+    return name
+
+
+def _value(name: str, value: object) -> bytes | None:
+    if isinstance(value, str):
+        return value.encode()
+    if value is None or isinstance(value, bytes):
+        return value
+    raise TypeError(f"header {name!r}: a value is text or bytes, not {type(value).__name__}")
+
+
+NO_HEADERS: Final = Headers()
+
+
+class Message(msgspec.Struct, gc=False, kw_only=True):
+    """One message as its handler and middleware see it.
+
+    It must never come to hold an exception: it is not traversed by the garbage collector (``gc=False``), and an
+    exception's traceback holds the frames that hold the message.
+
+    - `name`: what it was published to. `body`: its bytes (or the source's own record).
+    - `key`: what orders it, or None. A key that is not UTF-8 (Kafka) is text with surrogate escapes.
+    - `message_id`: the publisher's, or the broker's own where the publisher gave none.
+    - `attempt`: which delivery this is, 1 the first.
+    - `timestamp`: when it was published, in seconds since 1970; 0.0 where the broker does not tell.
+    """
+
+    name: str
+    body: Any
+    message_id: str = ""
+    key: str | None = None
+    attempt: int = 1
+    timestamp: float = 0.0
+    raw_headers: Any = NO_HEADERS
+
+    @property
+    def headers(self) -> Headers:
+        """The message's headers, decoded when first asked for."""
+        raw = self.raw_headers
+        if type(raw) is not Headers:
+            raw = self.raw_headers = self.decode_headers(raw)
+        return raw
+
+    @staticmethod
+    def decode_headers(raw: Any) -> Headers:
+        """How this broker's `raw_headers` become `Headers`; a broker that keeps another form overrides it."""
+        return raw if isinstance(raw, Headers) else Headers(raw or ())
+
+    @property
+    def correlation_id(self) -> str | None:
+        """What this message belongs to, as its publisher said."""
+        return self.headers.get(CORRELATION_ID)
+
+    @property
+    def reply_to(self) -> str | None:
+        """Where its publisher waits for an answer."""
+        return self.headers.get(REPLY_TO)
+
+    @property
+    def content_type(self) -> str | None:
+        """How the body is encoded, where its publisher said so."""
+        return self.headers.get(CONTENT_TYPE)
+
+
+class Outgoing(msgspec.Struct, gc=False, kw_only=True):
+    """One message on its way to a broker, encoded.
+
+    `delay` is in seconds from the broker's acceptance. `priority`: smaller comes first, where the broker has any.
+    """
+
+    name: str
+    body: bytes
+    message_id: str
+    key: str | None = None
+    headers: Headers = NO_HEADERS
+    delay: float = 0.0
+    priority: int = 0
+
+
+_hex_buffer: list[str] = []
+
+
+@overload
+def new_message_id() -> str: ...
+@overload
+def new_message_id(now_ms: int) -> str: ...
+def new_message_id(now_ms: int | None = None) -> str:
+    """A UUIDv7 (RFC 9562): 48 bits of milliseconds, then random, so that ids sort by time of publishing.
+
+    Random bytes are drawn for 256 ids at once: a system call an id costs more than the rest of it.
+    """
+    if not _hex_buffer:
+        block = secrets.token_hex(10 * 256)
+        _hex_buffer.extend(block[i : i + 20] for i in range(0, len(block), 20))
+    stamp = f"{time.time_ns() // 1_000_000 if now_ms is None else now_ms:012x}"
+    noise = _hex_buffer.pop()
+    variant = "89ab"[int(noise[3], 16) & 3]
+    return f"{stamp[:8]}-{stamp[8:]}-7{noise[:3]}-{variant}{noise[4:7]}-{noise[7:19]}"
+
+
+# A forked child must not draw the ids its parent will draw.
+os.register_at_fork(after_in_child=_hex_buffer.clear)
