@@ -1,0 +1,132 @@
+"""streamfw: an asyncio message framework.
+
+    import msgspec
+    from streamfw import App, subscriber
+
+    class Order(msgspec.Struct):
+        id: int
+        item: str
+
+    @subscriber("orders")
+    async def ship(order: Order) -> None:
+        print("shipping", order.item)
+
+    app = App(ship)
+
+    if __name__ == "__main__":
+        app.run()
+
+The broker comes from the configuration: ``STREAMFW_BROKERS__DEFAULT__URL``, or ``streamfw.toml``; the default is
+``memory://``.
+"""
+
+from .app import App, AppHealth
+from .broker import (
+    Broker,
+    Capabilities,
+    Connection,
+    DeadLetters,
+    Delivery,
+    Health,
+    PumpControl,
+    Settlement,
+    Source,
+    Subscription,
+    UnitOfWork,
+)
+from .codec import Codec, JsonCodec, RawCodec
+from .errors import (
+    ArgumentError,
+    Blocked,
+    BrokerClosed,
+    BrokerError,
+    BrokerRefused,
+    BrokerUnavailable,
+    BuildError,
+    ConfigError,
+    DecodeError,
+    LeaseLost,
+    MessageError,
+    NotRunning,
+    OutcomeUnknown,
+    PartialFailure,
+    PartitionRevoked,
+    PublishError,
+    Rejected,
+    SettleError,
+    StaleDelivery,
+    StreamError,
+    TooLarge,
+    Unavailable,
+    Unroutable,
+    Unsupported,
+)
+from .handler import Attempt, DeliveryField, Header, MessageBatch, State, UnitConnection
+from .message import Headers, Message, Outgoing
+from .middleware import Middleware, Next
+from .outcome import Ack, Backoff, DeadLetter, Drop, Outcome, Retry
+from .publisher import Publisher
+from .subscriber import Batch, subscriber
+
+__all__ = [
+    "Ack",
+    "App",
+    "AppHealth",
+    "ArgumentError",
+    "Attempt",
+    "Backoff",
+    "Batch",
+    "Blocked",
+    "Broker",
+    "BrokerClosed",
+    "BrokerError",
+    "BrokerRefused",
+    "BrokerUnavailable",
+    "BuildError",
+    "Capabilities",
+    "Codec",
+    "ConfigError",
+    "Connection",
+    "DeadLetter",
+    "DeadLetters",
+    "DecodeError",
+    "Delivery",
+    "DeliveryField",
+    "Drop",
+    "Header",
+    "Headers",
+    "Health",
+    "JsonCodec",
+    "LeaseLost",
+    "Message",
+    "MessageBatch",
+    "MessageError",
+    "Middleware",
+    "Next",
+    "NotRunning",
+    "Outcome",
+    "OutcomeUnknown",
+    "Outgoing",
+    "PartialFailure",
+    "PartitionRevoked",
+    "PublishError",
+    "Publisher",
+    "PumpControl",
+    "RawCodec",
+    "Rejected",
+    "Retry",
+    "SettleError",
+    "Settlement",
+    "Source",
+    "StaleDelivery",
+    "State",
+    "StreamError",
+    "Subscription",
+    "TooLarge",
+    "Unavailable",
+    "UnitConnection",
+    "UnitOfWork",
+    "Unroutable",
+    "Unsupported",
+    "subscriber",
+]

@@ -63,12 +63,14 @@ class Delivery(Message, gc=False, kw_only=True):
 
     - `lane`: deliveries of one lane are handled one after another, in the order fetched. The source sets it by
       `Subscription.ordered_by`: the key, the partition, or None (no order asked).
+    - `unit`: the transaction its handler runs in; set by the runtime, for the handler's time only.
     - `lost`: the source knows that it is not ours any more (a lease that ran out, a revoked partition). A lost
-      delivery is not started; one whose handler runs is not settled.
+      delivery is not started; the settlement of one whose handler runs changes nothing.
     """
 
     lane: Hashable | None = None
     lost: bool = False
+    unit: Any = None
 
 
 class Settlement(msgspec.Struct, gc=False):
@@ -210,9 +212,11 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class UnitOfWork(ABC):
-    """A delivery's own transaction: what its handler writes through `connection` and the end of its message are one.
+    """A delivery's (or a batch's) own transaction: what its handler writes through `connection` and the end of its
+    messages are one.
 
-    Entered before the handler; `finish` is called once, inside; leaving without it rolls back.
+    Entered before the handler; `finish` is called once, inside; leaving without it rolls back. The runtime calls it
+    for an acknowledgement only: every other outcome leaves without, and is settled like any other then.
     """
 
     connection: Any
@@ -265,8 +269,9 @@ class Source(ABC):
         No fetch is pending meanwhile. Raises a `BrokerError` when it did not work. The default has nothing to open.
         """
 
-    def transaction(self, delivery: Delivery) -> AbstractAsyncContextManager[UnitOfWork]:
-        """A transaction of this delivery's own; only where `Capabilities.transactions`."""
+    def transaction(self, deliveries: Sequence[Delivery]) -> AbstractAsyncContextManager[UnitOfWork]:
+        """A transaction of these deliveries' own (one, or a whole batch, which then has one outcome); only where
+        `Capabilities.transactions`."""
         raise Unsupported(f"{type(self).__name__} has no transactions")
 
     def health(self) -> Health:

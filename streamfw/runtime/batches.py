@@ -1,0 +1,226 @@
+"""Workers whose handler takes a list.
+
+A worker takes up to `Batch.size` messages, lingers `Batch.wait` seconds for more when it has fewer, decodes each and
+calls the handler once. What cannot be decoded is settled by itself and leaves the batch. With lanes, a batch takes the
+lanes of all its messages; several of one lane may be in it, in order, and when one of them is to be tried again, those
+behind it in its lane are tried again with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import copy_context
+from typing import Any
+
+from streamfw.broker import Delivery, Settlement
+from streamfw.errors import DecodeError, PartialFailure
+from streamfw.handler import MessageBatch
+from streamfw.outcome import ACK, RELEASE, Outcome, Retry
+from streamfw.subscriber import Batch
+
+from .crew import Crew, Slot, apart, clean_context
+from .signal import Signal
+
+__all__ = ["BatchCrew"]
+
+
+class BatchCrew(Crew):
+    """A crew whose workers handle batches. `batch` and `decode` are set before it starts."""
+
+    batch: Batch
+    decode: Callable[[Any], Any] | None = None
+
+    def start(self) -> None:
+        self._lingering: set[Signal] = set()
+        super().start()
+
+    def work(self, slot: Slot) -> Coroutine[Any, Any, None]:
+        return self._work_batches(slot)
+
+    def hold(self) -> None:
+        super().hold()
+        for woken in self._lingering:
+            woken.set()
+
+    async def _work_batches(self, slot: Slot) -> None:
+        clean = clean_context()
+        while True:
+            while not self.ready:
+                if self.stopping:
+                    return
+                await self.rest()
+            messages: list[Delivery] = []
+            self._collect(messages)
+            if not messages:
+                continue
+            if len(messages) < self.batch.size and self.batch.wait and not self.stopping:
+                await self._linger(slot, messages)
+            if self.ready and self.idle:
+                self.wake()
+            if messages:
+                await self._handle(slot, messages)
+            try:
+                fit = copy_context() == clean and not slot.spoiled
+            except Exception:  # a value whose == fails
+                fit = False
+            if not fit:
+                return self.retire(slot, None)
+            slot.started, slot.message, slot.holds = 0.0, None, None
+            await asyncio.sleep(0)  # a batch is worth a turn of the loop
+
+    def _collect(self, messages: list[Delivery]) -> None:
+        """Fill `messages` from what is ready, taking lanes; what another worker's lane holds up is parked there."""
+        ready, table, size = self.ready, self.lanes.table, self.batch.size
+        ours = {message.lane for message in messages}
+        while ready and len(messages) < size:
+            message = ready.popleft()
+            lane = message.lane
+            if message.lost:
+                self._forget(message)
+                continue
+            if lane is not None and lane not in ours:
+                if lane in table:
+                    self.lanes.park(lane, message)
+                    continue
+                table[lane] = None
+                ours.add(lane)
+            messages.append(message)
+
+    async def _linger(self, slot: Slot, messages: list[Delivery]) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.batch.wait
+        slot.holds = messages[0]  # others see that this worker has something
+        try:
+            while len(messages) < self.batch.size and not self.stopping and self.shelf is None:
+                left = deadline - loop.time()
+                if left <= 0:
+                    break
+                woken = Signal()
+                self.idle.append(woken)  # an arrival wakes it like an idle worker
+                self._lingering.add(woken)
+                try:
+                    await woken.wait_for(left)
+                finally:
+                    self._lingering.discard(woken)
+                    if woken in self.idle:
+                        self.idle.remove(woken)
+                self._spare = False
+                self._collect(messages)
+        except BaseException:
+            self._hand_back(messages)
+            raise
+        finally:
+            slot.holds = None
+        if self.shelf is not None or self.stopping:
+            # Nothing new begins: back in order. In a drain the source's close gives them back.
+            taken = messages[:]
+            messages.clear()
+            self._hand_back(taken)
+
+    def _hand_back(self, messages: Sequence[Delivery]) -> None:
+        parked = [
+            p for lane in dict.fromkeys(m.lane for m in messages) if lane is not None for p in self.lanes.reopen(lane)
+        ]
+        if not self.stopping:
+            self.front([*messages, *parked])
+
+    async def _handle(self, slot: Slot, messages: list[Delivery]) -> None:
+        bad: list[tuple[Delivery, Outcome]] = []
+        good, values = self._decoded(messages, bad)
+        outcomes: Sequence[Outcome] = ()
+        if good:
+            batch = MessageBatch(list(good), values)
+            slot.message, slot.started = batch, self.clock()
+            outcomes = await self._call(slot, good, batch)
+        self._settle(messages, {id(m): o for m, o in [*zip(good, outcomes, strict=True), *bad]})
+
+    async def _call(self, slot: Slot, good: list[Delivery], batch: MessageBatch) -> list[Outcome]:
+        try:
+            call = self.call(batch)
+            result = await (apart(call, copy_context()) if self.isolated else call)
+        except PartialFailure as partial:
+            result = partial
+        except BaseException as error:
+            return self._all_failed(slot, good, error)
+        try:
+            return self._outcomes(good, result)
+        except Exception as error:  # it named elements that are not there, or returned something else
+            return self._all_failed(slot, good, error)
+
+    def _decoded(
+        self, messages: list[Delivery], bad: list[tuple[Delivery, Outcome]]
+    ) -> tuple[list[Delivery], list[Any]]:
+        decode = self.decode
+        if decode is None:
+            return messages, messages  # the handler takes the messages themselves
+        good: list[Delivery] = []
+        values: list[Any] = []
+        for message in messages:
+            try:
+                values.append(decode(message.body))
+            except Exception as error:
+                wrong = DecodeError(f"the body cannot be decoded: {error}"[:1024])
+                bad.append((message, self.policy.outcome(message, wrong)))
+            else:
+                good.append(message)
+        return good, values
+
+    def _outcomes(self, good: list[Delivery], result: Any) -> list[Outcome]:
+        """One outcome an element from what the handler returned or raised."""
+        if result is None:
+            return [ACK] * len(good)
+        if isinstance(result, Outcome):
+            return [self.policy.outcome(message, result) for message in good]
+        if isinstance(result, PartialFailure):
+            wrong = [index for index in result.errors if not 0 <= index < len(good)]
+            if wrong:
+                raise IndexError(f"PartialFailure names the elements {wrong} of a batch of {len(good)}")
+            return [
+                self.policy.outcome(message, result.errors[index]) if index in result.errors else ACK
+                for index, message in enumerate(good)
+            ]
+        if not isinstance(result, list | tuple) or len(result) != len(good):
+            raise TypeError(
+                f"a batch handler returns None or one outcome an element ({len(good)}), not {result!r:.200}"
+            )
+        return [
+            ACK if one is None else self.policy.outcome(message, one) for message, one in zip(good, result, strict=True)
+        ]
+
+    def _all_failed(self, slot: Slot, good: list[Delivery], error: BaseException) -> list[Outcome]:
+        first = self.outcome_of(slot, good[0], error)
+        if first is RELEASE:
+            return [RELEASE] * len(good)
+        if isinstance(error, asyncio.CancelledError):
+            error = TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
+        return [first, *(self.policy.outcome(message, error) for message in good[1:])]
+
+    def _settle(self, messages: list[Delivery], outcomes: dict[int, Outcome]) -> None:
+        """Settle each; lanes of a batch end, or stay with what is tried again."""
+        again: dict[Any, list[Delivery]] = {}
+        lanes = dict.fromkeys(m.lane for m in messages if m.lane is not None)
+        released: list[Delivery] = []
+        for message in messages:
+            outcome = outcomes[id(message)]
+            if message.lane is not None and message.lane in again:
+                again[message.lane].append(message)
+            elif outcome is ACK:
+                self._done.append(Settlement(message, ACK))
+            elif outcome is RELEASE and not self.stopping:
+                released.append(message)
+            elif self._odd(message, outcome) and isinstance(outcome, Retry) and message.lane is not None:
+                again[message.lane] = []
+        self._to_settle.set()
+        for lane, behind in again.items():
+            # Its head waits for its timer and keeps the lane; those behind it in this batch go before what is parked.
+            queue = self.lanes.table[lane] or deque()
+            queue.extendleft(reversed(behind))
+            self.lanes.table[lane] = queue
+            self.lanes.held += len(behind)
+        if released:
+            self._hand_back(released)
+        for lane in lanes:
+            if lane not in again and lane in self.lanes.table:
+                self.front(self.lanes.reopen(lane))

@@ -1,0 +1,139 @@
+"""What is finished goes back to the source, in groups.
+
+Theory of operation
+    Workers append to one list; one task takes all there is and settles it in one round trip, while the next group
+    gathers. An idle subscriber settles at once. While workers are busy, a *small* group waits four times what the last
+    settlement took (at most 20 ms), ended when a worker runs dry: otherwise one worker with a 100 us handler would
+    commit once a message.
+
+    A source that cannot be reached keeps the group: it is settled again after a pause, for nothing of it counts. What
+    the source cannot do itself with a dead letter, `bury` does: publish, confirmed, then acknowledge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+from streamfw.broker import Delivery, Settlement, Source
+from streamfw.errors import BrokerError, SettleError
+from streamfw.outcome import ACK, DeadLetter
+
+from .signal import Signal
+
+__all__ = ["Settler", "backoff"]
+
+PACE = 4.0  # times the last settlement's duration
+MOST_PACE = 0.02  # seconds
+
+
+def backoff(attempt: int) -> float:
+    """Seconds before trying a server again: full jitter, 0.1 s doubling to 30 s."""
+    return random.uniform(0.0, min(30.0, 0.1 * 2.0 ** min(attempt, 12))) + 0.01
+
+
+class Settler:
+    """Settles what is in `done`. `settled` is called with how many ended; `may_wait` tells whether a group of that
+    size is small and every worker busy."""
+
+    def __init__(
+        self,
+        done: list[Settlement],
+        to_settle: Signal,
+        *,
+        settled: Callable[[int], None],
+        errors: Callable[[Sequence[SettleError]], None],
+        may_wait: Callable[[int], bool],
+        dead_letter: Callable[[Delivery, DeadLetter], Awaitable[None]] | None,
+        broken: Callable[[BrokerError | None], None],
+    ) -> None:
+        self._done, self._to_settle, self._nap = done, to_settle, Signal()
+        self._settled, self._errors, self._may_wait = settled, errors, may_wait
+        self._dead_letter, self._broken = dead_letter, broken
+        self._drained = False
+        self._burials: set[asyncio.Task[None]] = set()
+        self.groups = 0
+        self.give_up_at: float | None = None
+
+    def hurry(self) -> None:
+        """A worker ran dry: what is finished may be what keeps the prefetch full."""
+        if self._nap.waiter is not None:
+            self._nap.set()
+
+    async def run(self, source: Source) -> None:
+        done, loop = self._done, asyncio.get_running_loop()
+        rest_until = 0.0
+        while True:
+            if not done:
+                if self._drained:
+                    return
+                await self._to_settle.wait()
+                continue
+            if not self._drained and self._may_wait(len(done)) and (rest := rest_until - loop.time()) > 0:
+                await self._nap.wait_for(rest)
+            group = done[:]
+            done.clear()  # the same list for ever: workers hold its append
+            began = loop.time()
+            if not await self._settle(source, group):
+                return
+            now = loop.time()
+            rest_until = now + min(MOST_PACE, PACE * (now - began))
+
+    async def _settle(self, source: Source, group: list[Settlement]) -> bool:
+        attempt = 0
+        while True:
+            try:
+                errors = await source.settle(group)
+            except BrokerError as error:
+                if not error.transient:
+                    raise
+                self._broken(error)
+                pause = backoff(attempt)
+                attempt += 1
+                loop = asyncio.get_running_loop()
+                if self.give_up_at is not None and loop.time() + pause > self.give_up_at:
+                    return False
+                await self._nap.wait_for(pause)
+                continue
+            if attempt:
+                self._broken(None)
+            self.groups += 1
+            if errors:
+                self._errors(errors)
+            self._settled(len(group))
+            return True
+
+    def bury(self, delivery: Delivery, outcome: DeadLetter) -> None:
+        """Publish a dead letter and then end the original: for sources that cannot do both in one step."""
+        task = asyncio.get_running_loop().create_task(self._bury(delivery, outcome))
+        self._burials.add(task)
+        task.add_done_callback(self._burials.discard)
+
+    async def _bury(self, delivery: Delivery, outcome: DeadLetter) -> None:
+        assert self._dead_letter is not None
+        attempt = 0
+        while True:
+            try:
+                await self._dead_letter(delivery, outcome)
+                break
+            except Exception as error:  # whatever the publish raises: the original stays until it is confirmed
+                self._broken(error if isinstance(error, BrokerError) else None)
+                await asyncio.sleep(backoff(attempt))
+                attempt += 1
+        self._done.append(Settlement(delivery, ACK))
+        self._to_settle.set()
+
+    async def drain(self, deadline: float) -> None:
+        """Settle what is left; give up at `deadline` (of the loop's clock)."""
+        loop = asyncio.get_running_loop()
+        if self._burials:
+            _, late = await asyncio.wait(self._burials, timeout=max(0.0, deadline - loop.time()))
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        # Said, not inferred from the workers: their last callbacks may not have run yet.
+        self._drained = True
+        self.give_up_at = deadline
+        self._to_settle.set()
+        self._nap.set()
