@@ -1,0 +1,49 @@
+# The two commands: `make demo` (the main job on real input) and `make test` (everything).
+# They install what they need into .venv; system packages by apt where we are root, else the message names them.
+
+BROKER ?= postgres+embedded://.cache/demo
+PY := .venv/bin/python
+# Two workers suit two cores; servers are shared between them.
+WORKERS ?= 2
+
+.PHONY: demo test soak lint bench docs clean
+
+.venv/.base: pyproject.toml scripts/setup
+	scripts/setup base
+	touch $@
+
+.venv/.test: pyproject.toml scripts/setup
+	scripts/setup test
+	touch $@
+
+.venv/.bench: pyproject.toml scripts/setup
+	scripts/setup bench
+	touch $@
+
+demo: .venv/.base
+	$(PY) -m examples.webhooks --broker "$(BROKER)"
+
+test: .venv/.test
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# The full fault suites; resumes where it was stopped, and writes docs/reliability/results.json.
+soak: .venv/.test
+	$(PY) -m tests.faults.soak $(ARGS)
+
+lint: .venv/.test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/pyright
+
+bench: .venv/.bench
+	$(PY) -m benchmarks $(ARGS)
+
+# Renders what is generated from code and results; the tests check that it is up to date.
+docs: .venv/.test
+	$(PY) -m benchmarks render
+	$(PY) scripts/render_docs.py
+
+clean:
+	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
