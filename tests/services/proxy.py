@@ -1,7 +1,7 @@
 """A proxy in this process between a client and its server, for faults of the network.
 
     async with Proxy.to_tcp("127.0.0.1", server.port) as proxy:
-        connection = await asyncpg.connect(server.over_tcp().at(proxy.host, proxy.port).dsn)
+        connection = await server.at(proxy.host, proxy.port).connect()
         proxy.cut()          # every connection is reset
         proxy.black_hole()   # connections stay open, and new ones are taken, but no byte passes
         proxy.resume()       # what was held passes now, as retransmissions do when a network heals
@@ -30,7 +30,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Proxy:
-    """Forwards what it accepts at `host`, `port` to a server; over TCP, or over a Unix socket in a directory of its own.
+    """Forwards what it accepts at `host`, `port` to a server, over TCP or a Unix socket in a directory of its own.
 
     `sent` and `received` count the bytes passed on to the server and back, `accepted` the connections taken.
     For a Unix socket `host` is the directory and the file is named as Postgres names it (``.s.PGSQL.<port>``).
@@ -100,8 +100,8 @@ class Proxy:
         server, self._server = self._server, None
         server.close()
         if self._directory is not None:
-            Path(_socket_name(self.host, self.port)).unlink(missing_ok=True)
-        await asyncio.sleep(0)
+            _unlink(_socket_name(self.host, self.port))
+        await asyncio.sleep(0)  # the loop closes the socket at its next turn
 
     def cut(self) -> None:
         """Reset all connections, on both sides. (A Unix socket knows no reset: its ends see the end of the stream.)"""
@@ -162,6 +162,10 @@ class Proxy:
 
 def _socket_name(directory: Path | str, port: int) -> str:
     return f"{directory}/.s.PGSQL.{port}"
+
+
+def _unlink(name: str) -> None:
+    Path(name).unlink(missing_ok=True)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
