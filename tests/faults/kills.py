@@ -1,0 +1,211 @@
+"""Worker processes killed with SIGKILL at random moments while messages flow."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncpg
+
+from streamfw.broker import Connection
+from streamfw.message import Outgoing, new_message_id
+from streamfw_postgres import PostgresBroker
+from tests.faults.ledger import Verdict, judge
+from tests.faults.worker import QUEUE
+
+__all__ = ["Fleet", "KillRun", "kill_run", "poison_run"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Fleet:
+    """Worker processes with numbered names; `killed` are those that got a SIGKILL, by us or by themselves."""
+
+    def __init__(self, url: str, directory: Path, lease: float, poison: int | None = None) -> None:
+        self._url, self._directory, self._lease, self._poison = url, directory, lease, poison
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._count = 0
+        self.killed: set[str] = set()
+
+    async def start(self) -> str:
+        self._count += 1
+        name = f"worker{self._count:03}"
+        poison = [] if self._poison is None else [str(self._poison)]
+        log = (self._directory / f"{name}.err").open("wb")
+        try:
+            self._processes[name] = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tests.faults.worker",
+                self._url,
+                str(self._directory / f"{name}.log"),
+                str(self._lease),
+                *poison,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
+        finally:
+            log.close()
+        return name
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._processes)
+
+    async def kill(self, name: str) -> None:
+        process = self._processes.pop(name)
+        process.kill()
+        await process.wait()
+        self.killed.add(name)
+
+    async def bury(self) -> int:
+        """Take out those that killed themselves; return how many. Any other end is a failure of the run."""
+        gone = [(name, process) for name, process in self._processes.items() if process.returncode is not None]
+        for name, process in gone:
+            del self._processes[name]
+            assert process.returncode == -signal.SIGKILL, f"{name} ended with {process.returncode}: {self.tail(name)}"
+            self.killed.add(name)
+        return len(gone)
+
+    async def stop(self) -> None:
+        """SIGTERM to all; each must drain and exit with 0."""
+        for process in self._processes.values():
+            process.terminate()
+        for name, process in list(self._processes.items()):
+            code = await asyncio.wait_for(process.wait(), 40)
+            assert code == 0, f"{name} ended with {code} after SIGTERM: {self.tail(name)}"
+            del self._processes[name]
+
+    async def abandon(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            await process.wait()
+
+    def tail(self, name: str) -> str:
+        return (self._directory / f"{name}.err").read_text()[-2000:]
+
+    def begun(self, name: str) -> bool:
+        path = self._directory / f"{name}.log"
+        return path.exists() and path.stat().st_size > 0
+
+
+@asynccontextmanager
+async def fleet(url: str, directory: Path, lease: float, poison: int | None = None) -> AsyncIterator[Fleet]:
+    workers = Fleet(url, directory, lease, poison)
+    try:
+        yield workers
+    finally:
+        await workers.abandon()
+
+
+@dataclass(slots=True)
+class KillRun:
+    verdict: Verdict
+    kills: int
+    left: int
+    dead: int
+    seconds: float
+
+
+async def _publish(connection: Connection, numbers: range, published: set[str]) -> None:
+    messages = [Outgoing(name=QUEUE, body=b'{"number":%d}' % number, message_id=new_message_id()) for number in numbers]
+    errors = await connection.publish(messages)
+    assert not any(errors), next(error for error in errors if error)
+    published.update(message.message_id for message in messages)
+
+
+async def _until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        await asyncio.sleep(0.02)
+
+
+async def kill_run(
+    url: str, directory: Path, *, seed: int, messages: int, kills: int, workers: int = 2, lease: float = 2.0
+) -> KillRun:
+    """Publish `messages` in portions; after each portion kill one of `workers` processes at a random moment and start
+    another. Ends when the queue is empty."""
+    chance = random.Random(seed)
+    published: set[str] = set()
+    began = time.monotonic()
+    async with _connected(url) as (connection, depth), fleet(url, directory, lease) as crew:
+        await _publish(connection, range(1), published)  # so that the queue and its table are there
+        for _ in range(workers):
+            await crew.start()
+        portion = messages // kills
+        for round_ in range(kills):
+            first = 1 + round_ * portion
+            last = messages if round_ == kills - 1 else first + portion
+            await _publish(connection, range(first, max(first, last)), published)
+            victim = chance.choice(crew.names)
+            await _until(lambda v=victim: crew.begun(v), 60, f"{victim} handles something: {crew.tail(victim)}")  # type: ignore[misc]
+            await asyncio.sleep(chance.random() * 0.3)
+            await crew.kill(victim)
+            await crew.start()
+        left, _ = await _drained(depth, 120)
+        await crew.stop()
+        killed = crew.killed
+    verdict = judge(directory, published, killed)
+    return KillRun(verdict, len(killed), left, 0, time.monotonic() - began)
+
+
+async def poison_run(url: str, directory: Path, *, messages: int = 1000, lease: float = 2.0) -> KillRun:
+    """One message of `messages` kills the process that handles it; exactly it must end as a dead letter."""
+    published: set[str] = set()
+    began = time.monotonic()
+    async with _connected(url) as (connection, depth), fleet(url, directory, lease, poison=messages // 2) as crew:
+        await _publish(connection, range(messages), published)
+        await crew.start()
+        end = time.monotonic() + 120
+        while (state := await depth())[0]:
+            assert time.monotonic() < end, f"{state} after {len(crew.killed)} crashes"
+            if await crew.bury():
+                await crew.start()
+            await asyncio.sleep(0.05)
+        await crew.bury()
+        await crew.stop()
+        left, dead = await depth()
+        killed = crew.killed
+    verdict = judge(directory, published, killed)
+    return KillRun(verdict, len(killed), left, dead, time.monotonic() - began)
+
+
+async def _drained(depth: Callable[[], object], seconds: float) -> tuple[int, int]:
+    end = time.monotonic() + seconds
+    while True:
+        state: tuple[int, int] = await depth()  # type: ignore[misc]
+        if not state[0]:
+            return state
+        assert time.monotonic() < end, f"{state[0]} messages are left after {seconds} s"
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[tuple[Connection, Callable[[], object]]]:
+    """A connection to publish by, and a function that counts what is left in the queue and its dead letters, asked of
+    the table itself."""
+    async with PostgresBroker(url, auto_migrate=True).connect() as connection:
+        watcher = await asyncpg.connect(url)
+        try:
+
+            async def depth() -> tuple[int, int]:
+                rows = await watcher.fetch(
+                    "select c.queue, count(*) from streamfw.message m join streamfw.consumer c on c.id = m.consumer"
+                    " group by 1"
+                )
+                counts = {row[0]: row[1] for row in rows}
+                return counts.get(QUEUE, 0), counts.get(f"{QUEUE}.dead", 0)
+
+            yield connection, depth
+        finally:
+            await watcher.close()

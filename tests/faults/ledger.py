@@ -1,0 +1,193 @@
+"""What happened, written by the processes themselves so that a SIGKILL loses none of it, and judged afterwards.
+
+Each process appends lines to a file of its own with one `os.write` each: the kernel has it when the call returns.
+
+    S <nanoseconds> <id> <attempt>     a handler starts
+    D <nanoseconds> <id>...            a settlement returned: it is durable
+
+The clock is CLOCK_MONOTONIC, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamfw.broker import Broker, Connection, Delivery, Health, Settlement, Source, Subscription, UnitOfWork
+from streamfw.errors import PublishError, SettleError
+from streamfw.message import Outgoing
+from streamfw.outcome import Ack, Drop
+
+__all__ = ["Ledger", "Start", "Verdict", "judge", "recorded"]
+
+
+class Ledger:
+    """One process's file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+
+    def started(self, identity: str, attempt: int) -> None:
+        os.write(self._file, f"S {time.monotonic_ns()} {identity} {attempt}\n".encode())
+
+    def settled(self, identities: Sequence[str]) -> None:
+        if identities:
+            os.write(self._file, f"D {time.monotonic_ns()} {' '.join(identities)}\n".encode())
+
+
+class RecordedSource(Source):
+    """A source that notes which acknowledgements have returned."""
+
+    def __init__(self, source: Source, ledger: Ledger) -> None:
+        self._source, self._ledger = source, ledger
+
+    async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
+        return await self._source.fetch(limit, max_bytes)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
+        errors = await self._source.settle(settlements)
+        failed = {id(error.delivery) for error in errors}
+        self._ledger.settled(
+            [
+                s.delivery.message_id
+                for s in settlements
+                if isinstance(s.outcome, Ack | Drop) and id(s.delivery) not in failed
+            ]
+        )
+        return errors
+
+    async def stop(self) -> None:
+        await self._source.stop()
+
+    async def flush(self, deadline: float) -> None:
+        await self._source.flush(deadline)
+
+    async def close(self) -> None:
+        await self._source.close()
+
+    async def reopen(self) -> None:
+        await self._source.reopen()
+
+    def transaction(self, deliveries: Sequence[Delivery]) -> AbstractAsyncContextManager[UnitOfWork]:
+        return self._source.transaction(deliveries)
+
+    def health(self) -> Health:
+        return self._source.health()
+
+
+class RecordedConnection(Connection):
+    def __init__(self, connection: Connection, ledger: Ledger) -> None:
+        self._connection, self._ledger = connection, ledger
+
+    async def open(self, subscription: Subscription) -> Source:
+        return RecordedSource(await self._connection.open(subscription), self._ledger)
+
+    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+        return await self._connection.publish(messages)
+
+    async def check(self) -> Health:
+        return await self._connection.check()
+
+
+class _Recorded(Broker):
+    def __init__(self, broker: Broker, ledger: Ledger) -> None:
+        super().__init__(broker.url)
+        self._broker, self._ledger = broker, ledger
+        self.capabilities = broker.capabilities  # type: ignore[misc]
+
+    @asynccontextmanager
+    async def connect(self) -> Any:
+        async with self._broker.connect() as connection:
+            yield RecordedConnection(connection, self._ledger)
+
+    def mistakes(self, subscription: Subscription) -> Iterable[str]:
+        return self._broker.mistakes(subscription)
+
+    def decoder(self, subscription: Subscription, annotation: object) -> Any:
+        return self._broker.decoder(subscription, annotation)
+
+
+def recorded(broker: Broker, ledger: Ledger) -> Broker:
+    """`broker`, whose durable acknowledgements go into `ledger`."""
+    return _Recorded(broker, ledger)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One handler's start: when, in which process, and whether its acknowledgement was seen to be durable."""
+
+    at: int
+    process: str
+    attempt: int
+    durable: bool
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The oracle's findings over sets of ids. `explained` duplicates were delivered to a process that was killed before
+    their settlement was durable; there must be no others, and nothing `lost`."""
+
+    published: int = 0
+    handled: int = 0
+    lost: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
+    explained: int = 0
+    unexplained: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.strangers or self.unexplained)
+
+
+def judge(
+    directory: Path,
+    published: set[str],
+    killed: set[str],
+    *,
+    maybe: set[str] = frozenset(),  # type: ignore[assignment]
+    lease: float | None = None,
+) -> Verdict:
+    """Read every ledger (``<process>.log``) in `directory`.
+
+    `killed` are the processes that got a SIGKILL. `maybe` are ids whose publish ended in `OutcomeUnknown`: each may
+    have been stored. With `lease` (seconds), a second delivery is explained as well when it came after the first one's
+    lease had ended, unsettled because the server could not be reached.
+    """
+    starts = _starts(directory)
+    verdict = Verdict(published=len(published), handled=len(published & starts.keys()))
+    verdict.lost = sorted(published - starts.keys())
+    verdict.strangers = sorted(starts.keys() - published - maybe)
+    for identity, of_one in starts.items():
+        of_one.sort(key=lambda start: start.at)
+        for earlier, later in itertools.pairwise(of_one):
+            over = lease is not None and later.at - earlier.at >= 0.9e9 * lease
+            # A process's ledger knows ids, not attempts: in one process only the last delivery's end is durable.
+            unsettled = not earlier.durable or earlier.process == later.process
+            if (earlier.process in killed or over) and unsettled and later.attempt > earlier.attempt:
+                verdict.explained += 1
+            else:
+                verdict.unexplained.append(f"{identity}: {earlier} then {later}")
+    return verdict
+
+
+def _starts(directory: Path) -> dict[str, list[Start]]:
+    found: dict[str, list[Start]] = defaultdict(list)
+    for path in sorted(directory.glob("*.log")):
+        begun: list[tuple[int, str, int]] = []
+        durable: set[str] = set()
+        for line in path.read_text().splitlines():
+            kind, at, *rest = line.split(" ")
+            if kind == "S":
+                begun.append((int(at), rest[0], int(rest[1])))
+            else:
+                durable.update(rest)
+        for at_ns, identity, attempt in begun:
+            found[identity].append(Start(at_ns, path.stem, attempt, identity in durable))
+    return found

@@ -1,0 +1,145 @@
+"""``make soak``: every fault suite at its full size, in rounds, resumable; writes ``docs/reliability/results.json``.
+
+    python -m tests.faults.soak [--seed N] [--only SUITE] [--restart]
+
+A round that passed is written down at once, and not run again for the same commit. A round that fails ends the soak
+with what the oracle said, and its directory is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.faults.cuts import cut_run
+from tests.faults.kills import KillRun, kill_run, poison_run
+from tests.faults.ledger import Verdict
+from tests.services import postgres as services
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "reliability" / "results.json"
+Counts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """`rounds` rounds; each is given a seed and a directory, and answers its counts. Raises when the oracle objects."""
+
+    name: str
+    what: str
+    rounds: int
+    run: Callable[[services.OwnPostgres, Path, int], Counts]
+
+
+def _checked(verdict: Verdict) -> Counts:
+    assert verdict.good, f"lost {verdict.lost[:5]}, strangers {verdict.strangers[:5]}, {verdict.unexplained[:5]}"
+    return {"published": verdict.published, "handled": verdict.handled, "lost": 0, "duplicates": verdict.explained}
+
+
+def _kills(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+    run: KillRun = asyncio.run(kill_run(server.facts.dsn, directory, seed=seed, messages=2_000, kills=5))
+    return {"kills": run.kills, **_checked(run.verdict)}
+
+
+def _poison(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+    run = asyncio.run(poison_run(server.facts.dsn, directory))
+    assert run.dead == 1, f"{run.dead} dead letters instead of one"
+    return {"kills": run.kills, "dead_letters": run.dead, **_checked(run.verdict)}
+
+
+def _cuts(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+    run = asyncio.run(cut_run(server, directory, seed=seed, messages=2_000, faults=20))
+    faults = {name: run.faults[name] for name in sorted(run.faults)}
+    return {"faults": faults, "outcome_unknown": run.unknown, **_checked(run.verdict)}
+
+
+SUITES = (
+    Suite("postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills),
+    Suite("postgres-lease-poison", "one message in 1,000 that kills its process, attempts=3", 3, _poison),
+    Suite("postgres-lease-cuts", "connections, backends and the server cut under a running app", 10, _cuts),
+)
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    # What the results themselves change does not make another program of it.
+    changed = git("status", "--porcelain", "--", ".", ":!docs/reliability")
+    return git("log", "-1", "--format=%H", "--", ".", ":!docs/reliability") + ("+changes" if changed else "")
+
+
+def _read() -> dict[str, Any]:
+    if RESULTS.exists():
+        document: dict[str, Any] = json.loads(RESULTS.read_text())
+        return document
+    return {"schema": 1, "suites": {}}
+
+
+def _write(document: dict[str, Any]) -> None:
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+
+
+def _summed(rounds: list[Counts]) -> Counts:
+    total: Counts = {}
+    for counts in rounds:
+        for name, value in counts.items():
+            if isinstance(value, dict):
+                total[name] = _summed([total.get(name, {}), value])
+            else:
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def _run_suite(suite: Suite, document: dict[str, Any], commit: str, seed: int, restart: bool) -> None:
+    known = document["suites"].get(suite.name, {})
+    rounds: list[Counts] = known.get("rounds", [])
+    if restart or known.get("commit") != commit or known.get("seed") != seed:
+        rounds = []
+    for number in range(len(rounds), suite.rounds):
+        began = time.monotonic()
+        directory = Path(tempfile.mkdtemp(prefix=f"streamfw-soak-{suite.name}-{number}-"))
+        with services.own(services.NEWEST, services.run_directory(f"soak-{suite.name}"), fsync=True) as server:
+            counts = suite.run(server, directory, seed * 1000 + number)
+        rounds.append(counts)
+        print(f"{suite.name} {number + 1}/{suite.rounds}: {counts} in {time.monotonic() - began:.0f} s", flush=True)
+        document["suites"][suite.name] = {
+            "what": suite.what,
+            "commit": commit,
+            "seed": seed,
+            "complete": len(rounds) == suite.rounds,
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "rounds": rounds,
+            "total": _summed(rounds),
+        }
+        _write(document)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=[suite.name for suite in SUITES])
+    parser.add_argument("--restart", action="store_true", help="forget the rounds that passed")
+    arguments = parser.parse_args()
+    document, commit = _read(), _commit()
+    for suite in SUITES:
+        if arguments.only in (None, suite.name):
+            _run_suite(suite, document, commit, arguments.seed, arguments.restart)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
