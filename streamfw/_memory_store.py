@@ -310,7 +310,8 @@ class Store:
 
     def unbury(self, letter: Stored) -> bool:
         """Put a dead letter back where it came from, for the group that failed; False where it does not say."""
-        name, group = letter.headers.get(ORIGIN), letter.headers.get(ORIGIN_GROUP)
+        # Anybody may have published here: what is not text names no queue.
+        name, group = (_text(letter.headers.raw(header)) for header in (ORIGIN, ORIGIN_GROUP))
         if not name or not group:
             return False
         pairs = tuple(pair for pair in letter.headers.pairs if pair[0] not in DEAD_LETTER_HEADERS)
@@ -354,6 +355,13 @@ class Store:
             await self._made_room
         finally:
             self._made_room = None
+
+
+def _text(value: bytes | None) -> str:
+    try:
+        return (value or b"").decode()
+    except UnicodeDecodeError:
+        return ""
 
 
 def as_messages(stored: Sequence[Stored]) -> list[Message]:
