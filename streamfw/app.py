@@ -89,7 +89,7 @@ class App:
         self._running = False
         self._failure: BaseException | None = None
         self._host: asyncio.Task[Any] | None = None
-        self._interrupted = False
+        self._interrupted = self._draining = False
         self.state: tuple[object, ...] = ()
 
     # -- declaring
@@ -217,7 +217,7 @@ class App:
         if self._running:
             raise NotRunning("the app runs already")
         built = self.build()
-        self._running, self._failure, self._interrupted = True, None, False
+        self._running, self._failure, self._interrupted, self._draining = True, None, False, False
         self._host = asyncio.current_task()
         try:
             async with AsyncExitStack() as stack:
@@ -300,17 +300,27 @@ class App:
         if self._failure is None:
             self._failure = error
             logger.error("a subscriber ended: %s", error)
-            if self._host is not None and not self._interrupted:
+            if self._host is not None and not self._interrupted and not self._draining:
                 self._interrupted = True
                 self._host.cancel()
 
     async def _drain(self) -> None:
+        """Drain all pumps under one deadline. A cancellation that arrives meanwhile (ours may be late) is not lost, and
+        does not leave sources open: it is raised when the drain is over, which is bounded."""
+        self._draining = True
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
-        self._interrupted = self._interrupted or self._host is None
         ends = [asyncio.ensure_future(pump.drain(deadline)) for pump in self._pumps]
-        for result in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(result, BaseException):
-                logger.error("while draining: %r", result)
+        cancelled = False
+        while pending := [end for end in ends if not end.done()]:
+            try:
+                await asyncio.wait(pending)
+            except asyncio.CancelledError:
+                cancelled = True
+        for end in ends:
+            if not end.cancelled() and (error := end.exception()) is not None:
+                logger.error("while draining: %r", error, exc_info=error)
+        if cancelled:
+            raise asyncio.CancelledError
 
     def health(self) -> AppHealth:
         """Whether every subscriber has a live source; no I/O."""

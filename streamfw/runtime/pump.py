@@ -171,8 +171,11 @@ class Pump:
         What has not begun is left to `Source.close`, which releases it with no attempt counted.
         """
         self._stopping = True
-        self._ticker.cancel()
         await self.source.stop()
+        if not self._tasks:  # opened, and never started
+            await self.source.close()
+            return
+        self._ticker.cancel()
         self._free.set()
         self._retry.set()
         fetcher, settling = self._tasks
