@@ -52,31 +52,33 @@ def postgres15(services_directory: Path) -> Iterator[services.Postgres]:
 
 
 @pytest.fixture(scope="session")
-def _databases(postgres: services.Postgres, request: pytest.FixtureRequest) -> Iterator[services.Databases]:
+def databases(postgres: services.Postgres, request: pytest.FixtureRequest) -> Iterator[services.Databases]:
+    """Makes databases on the newest Postgres, for a test that needs several."""
     with services.Databases(postgres, _worker(request)) as databases:
         yield databases
 
 
 @pytest.fixture(scope="session")
-def _databases15(postgres15: services.Postgres, request: pytest.FixtureRequest) -> Iterator[services.Databases]:
+def databases15(postgres15: services.Postgres, request: pytest.FixtureRequest) -> Iterator[services.Databases]:
+    """The same on Postgres 15."""
     with services.Databases(postgres15, _worker(request)) as databases:
         yield databases
 
 
 @pytest.fixture
-def database(_databases: services.Databases) -> Iterator[services.Postgres]:
+def database(databases: services.Databases) -> Iterator[services.Postgres]:
     """A new empty database on the newest Postgres, dropped at the end of the test."""
-    made = _databases.create()
+    made = databases.create()
     yield made
-    _databases.drop(made)
+    databases.drop(made)
 
 
 @pytest.fixture
-def database15(_databases15: services.Databases) -> Iterator[services.Postgres]:
+def database15(databases15: services.Databases) -> Iterator[services.Postgres]:
     """A new empty database on Postgres 15, dropped at the end of the test."""
-    made = _databases15.create()
+    made = databases15.create()
     yield made
-    _databases15.drop(made)
+    databases15.drop(made)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TypeVar, overload
 
 __all__ = ["eventually", "eventually_blocking"]
 
@@ -15,9 +15,11 @@ T = TypeVar("T")
 _POLL = 0.005
 
 
-async def eventually(
-    condition: Callable[[], T] | Callable[[], Awaitable[T]], deadline: float = 10.0, message: str = ""
-) -> T:
+@overload
+async def eventually(condition: Callable[[], Awaitable[T]], deadline: float = ..., message: str = ...) -> T: ...
+@overload
+async def eventually(condition: Callable[[], T], deadline: float = ..., message: str = ...) -> T: ...
+async def eventually(condition: Callable[[], object], deadline: float = 10.0, message: str = "") -> object:
     """Wait until `condition` (a function or a coroutine function) is true, and return what it returned.
 
     Fails after `deadline` seconds, with `message` or the condition's source, and with what it returned last. What the
@@ -26,7 +28,7 @@ async def eventually(
     end = time.monotonic() + deadline
     while True:
         value = condition()
-        result: T = await value if inspect.isawaitable(value) else value
+        result = await value if inspect.isawaitable(value) else value
         if result:
             return result
         if time.monotonic() > end:
