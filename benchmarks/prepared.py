@@ -1,0 +1,83 @@
+"""A broker whose messages are prepared in memory: fetching is a slice, settling an addition.
+
+What it costs to dispatch a message is what is left. It gives full batches, and the messages in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+from streamfw.broker import Broker, Capabilities, Connection, Delivery, Health, Settlement, Source, Subscription
+from streamfw.errors import PublishError, SettleError
+from streamfw.message import Outgoing
+
+__all__ = ["PreparedBroker", "PreparedSource"]
+
+
+class PreparedSource(Source):
+    """Hands out `deliveries`, from the moment that `begin` is called; `finished` is set when all are settled."""
+
+    def __init__(self, deliveries: list[Delivery]) -> None:
+        self._deliveries, self._at = deliveries, 0
+        self.left = len(deliveries)
+        self.finished = asyncio.Event()
+        self._begun, self._stopped = asyncio.Event(), asyncio.Event()
+
+    def begin(self) -> None:
+        self._begun.set()
+
+    async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
+        at = self._at
+        if not at:
+            await self._begun.wait()
+        batch = self._deliveries[at : at + limit]
+        self._at = at + len(batch)
+        if not batch:
+            await self._stopped.wait()
+        return batch
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
+        self.left -= len(settlements)
+        if not self.left:
+            self.finished.set()
+        return ()
+
+    async def stop(self) -> None:
+        self._stopped.set()
+
+    async def flush(self, deadline: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class PreparedConnection(Connection):
+    def __init__(self, source: PreparedSource) -> None:
+        self._source = source
+
+    async def open(self, subscription: Subscription) -> Source:
+        return self._source
+
+    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+        raise AssertionError("nothing is published here")
+
+    async def check(self) -> Health:
+        return Health(True)
+
+
+class PreparedBroker(Broker):
+    """A broker with one source."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        retry=True, release=True, dead_letter=True, ordered_by=frozenset(["key"])
+    )
+
+    def __init__(self, source: PreparedSource) -> None:
+        super().__init__("prepared://")
+        self._source = source
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Connection]:
+        yield PreparedConnection(self._source)
