@@ -91,7 +91,7 @@ class PushBroker(Broker):
         """The queue of `group` bound to the exchange `name`; it takes over what was parked there."""
         queues = self._exchanges.setdefault(name, {})
         if group not in queues:
-            queues[group] = queues.pop(PARKED, None) or Queue()
+            queues[group] = queues.pop(PARKED) if PARKED in queues else Queue()
         return queues[group]
 
     def park(self, name: str) -> None:

@@ -86,9 +86,9 @@ class Channel:
 
     async def written(self) -> None:
         """Until the server has read all that was written before."""
-        read = asyncio.get_running_loop().create_future()
-        self._write(lambda: read.done() or read.set_result(None))
-        await read
+        read = asyncio.Event()
+        self._write(read.set)
+        await read.wait()
 
     def _write(self, frame: Callable[[], None]) -> None:
         if not self._frames:

@@ -25,6 +25,8 @@ refused, or the runtime does it).
 
 from __future__ import annotations
 
+from ._app_delivery import AppDeliveryConformance
+from ._app_failure import AppFailureConformance
 from ._delivery import DeliveryConformance
 from ._kit import ConformanceKit, Member
 from ._lifecycle import LifecycleConformance
@@ -32,7 +34,7 @@ from ._order import OrderConformance
 from ._publishing import PublishingConformance
 from ._settlement import SettlementConformance
 
-__all__ = ["BrokerConformance", "ConformanceKit", "Member", "SourceConformance"]
+__all__ = ["AppConformance", "BrokerConformance", "ConformanceKit", "Member", "SourceConformance"]
 
 
 class SourceConformance(
@@ -41,5 +43,9 @@ class SourceConformance(
     """Connections and sources, driven by hand."""
 
 
-class BrokerConformance(SourceConformance):
+class AppConformance(AppDeliveryConformance, AppFailureConformance):
+    """Handlers in an `App`."""
+
+
+class BrokerConformance(SourceConformance, AppConformance):
     """All of it."""

@@ -1,0 +1,193 @@
+"""Handlers in an app that fail: attempts, retries, dead letters. The same on every broker, whoever does it."""
+
+from __future__ import annotations
+
+import time
+
+from streamfw.broker import Broker, Capabilities
+from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers, Message
+from streamfw.outcome import Backoff, DeadLetter, Drop, Retry
+from streamfw.subscriber import subscriber
+
+from ._app_kit import AT_ONCE, AppKit
+from ._kit import errors_of, outgoing
+
+
+class AppFailureConformance(AppKit):
+    async def test_attempts_end_in_the_dead_letter(self, broker: Broker, name: str) -> None:
+        attempts: list[int] = []
+        letters: list[Message] = []
+
+        @subscriber(name, attempts=3, backoff=AT_ONCE)
+        async def fail(message: Message) -> None:
+            attempts.append(message.attempt)
+            raise LookupError("no such item")
+
+        @subscriber(f"{name}.dead")
+        async def bury(message: Message) -> None:
+            letters.append(message)
+
+        app = self.app(broker, fail, bury)
+        async with app.running():
+            published = await app.publish(name, {"id": 1}, key="k", headers={"tenant": b"acme", "raw": b"\xff"})
+            await self.until(lambda: letters, "the dead letter comes")
+            await self.still(letters, 1)
+        assert attempts == [1, 2, 3]
+        (letter,) = letters
+        assert (letter.body, letter.key, letter.message_id, letter.attempt) == (b'{"id":1}', "k", published, 1)
+        assert dict(letter.headers.pairs) == {
+            "tenant": b"acme",
+            "raw": b"\xff",
+            ERROR: b"LookupError: no such item",
+            ERROR_TYPE: b"LookupError",
+            ORIGIN: name.encode(),
+            ORIGIN_GROUP: b"shop",
+            ORIGIN_ATTEMPT: b"3",
+        }
+
+    async def test_what_cannot_be_decoded_is_put_aside_as_it_is(self, broker: Broker, name: str) -> None:
+        handled: list[int] = []
+        letters: list[Message] = []
+
+        @subscriber(name, attempts=3, backoff=AT_ONCE)
+        async def handle(number: int) -> None:
+            handled.append(number)
+
+        @subscriber(f"{name}.dead")
+        async def bury(message: Message) -> None:
+            letters.append(message)
+
+        app = self.app(broker, handle, bury)
+        async with app.running():
+            bad = outgoing(name, b"\xff\x00 not JSON", headers=Headers([("a", b"\x80")]))
+            wrong_type = outgoing(name, b'"text"')
+            assert errors_of(await app.connection().publish([bad, outgoing(name, b"7"), wrong_type])) == []
+            await self.until(lambda: len(letters) >= 2 and handled, "two are put aside, one is handled")
+        assert handled == [7]
+        by_id = {letter.message_id: letter for letter in letters}
+        assert set(by_id) == {bad.message_id, wrong_type.message_id}
+        assert by_id[bad.message_id].body == bad.body, "its raw bytes"
+        assert by_id[bad.message_id].headers.raw("a") == b"\x80"
+        assert by_id[bad.message_id].headers[ORIGIN_ATTEMPT] == "1", "trying again would not help"
+
+    async def test_the_pause_of_a_retry(self, broker: Broker, name: str, capabilities: Capabilities) -> None:
+        times: list[float] = []
+
+        @subscriber(name, attempts=3)
+        async def handle(message: Message) -> None:
+            times.append(time.monotonic())
+            if message.attempt == 1:
+                raise Retry(after=0.6)
+
+        app = self.app(broker, handle)
+        async with app.running():
+            await app.publish(name, 1)
+            await self.until(lambda: len(times) >= 2, "it is tried again")
+            await self.still(times, 2)
+        pause = times[1] - times[0]
+        assert pause >= 0.6, "never early"
+        assert pause <= 0.6 + (capabilities.delay or 0.0) + self.grace, "nor much too late"
+
+    async def test_a_retry_holds_up_nobody_else(self, broker: Broker, name: str) -> None:
+        handled: list[int] = []
+
+        @subscriber(name, attempts=2, backoff=Backoff(first=30.0, jitter=False))
+        async def handle(number: int) -> None:
+            if number == 0:
+                raise ValueError("waits for half a minute")
+            handled.append(number)
+
+        app = self.app(broker, handle)
+        async with app.running():
+            for number in range(20):
+                await app.publish(name, number, key=f"key-{number}")
+            await self.until(lambda: len(handled) >= 19, "the others are handled meanwhile")
+        assert sorted(handled) == list(range(1, 20))
+
+    async def test_what_waits_for_a_retry_survives_a_drain(self, broker: Broker, name: str) -> None:
+        failed: list[int] = []
+        handled: list[int] = []
+
+        @subscriber(name, backoff=Backoff(first=1.0, jitter=False))
+        async def fail(message: Message) -> None:
+            failed.append(message.attempt)
+            raise ValueError("not in this process")
+
+        @subscriber(name)
+        async def handle(message: Message) -> None:
+            handled.append(message.attempt)
+
+        app = self.app(broker, fail)
+        async with app.running():
+            await app.publish(name, 1)
+            await self.until(lambda: failed, "it fails")
+        async with self.app(self.another(broker), handle).running():
+            await self.until(lambda: handled, "another process gets it")
+            await self.still(handled, 1)
+
+    async def test_outcomes_by_value(self, broker: Broker, name: str) -> None:
+        """Returned or raised, `Drop` discards, `DeadLetter` puts aside, and with neither the message is done."""
+        handled: list[int] = []
+        letters: list[Message] = []
+
+        @subscriber(name)
+        async def handle(number: int) -> object:
+            handled.append(number)
+            if number == 1:
+                return Drop()
+            if number == 2:
+                return DeadLetter("returned")
+            if number == 3:
+                raise DeadLetter("raised")
+            return None
+
+        @subscriber(f"{name}.dead")
+        async def bury(message: Message) -> None:
+            letters.append(message)
+
+        app = self.app(broker, handle, bury)
+        async with app.running():
+            for number in range(5):
+                await app.publish(name, number, key="one")
+            await self.until(lambda: len(handled) >= 5 and len(letters) >= 2, "all are settled")
+            await self.still(handled, 5)
+        assert sorted(letter.headers[ERROR] for letter in letters) == ["raised", "returned"]
+        assert sorted(letter.body for letter in letters) == [b"2", b"3"]
+
+    async def test_without_a_dead_letter_it_is_discarded(self, broker: Broker, name: str) -> None:
+        attempts: list[int] = []
+        letters: list[Message] = []
+
+        @subscriber(name, attempts=2, backoff=AT_ONCE, dead_letter=None)
+        async def fail(message: Message) -> None:
+            attempts.append(message.attempt)
+            raise ValueError("always")
+
+        @subscriber(f"{name}.dead")
+        async def bury(message: Message) -> None:
+            letters.append(message)
+
+        app = self.app(broker, fail, bury)
+        async with app.running():
+            await app.publish(name, 1)
+            await self.until(lambda: len(attempts) >= 2, "it is tried twice")
+            await self.still(letters, 0)
+        assert attempts == [1, 2]
+
+    async def test_a_dead_letter_that_nobody_subscribes_to_is_kept(self, broker: Broker, name: str) -> None:
+        letters: list[Message] = []
+
+        @subscriber(name)
+        async def fail(message: Message) -> None:
+            raise DeadLetter("later")
+
+        @subscriber(f"{name}.dead")
+        async def bury(message: Message) -> None:
+            letters.append(message)
+
+        app = self.app(broker, fail)
+        async with app.running():
+            await app.publish(name, 1)
+        async with self.app(self.another(broker), bury).running():
+            await self.until(lambda: letters, "whoever subscribes first gets it")
+        assert letters[0].headers[ERROR] == "later"
