@@ -1,0 +1,93 @@
+"""What the commands say: results on stdout, errors on stderr, each as it is (no markup is read from data)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Annotated, ParamSpec, TypeAlias, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from streamfw.errors import StreamError
+
+__all__ = ["BrokerUrl", "CommandError", "console", "errors_of", "reporting", "say", "show_errors", "table"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BrokerUrl: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--broker", metavar="URL", help="The broker (default: STREAMFW_BROKERS__DEFAULT__URL, then streamfw.toml)."
+    ),
+]
+
+# Whoever reads a pipe or a log of CI wraps lines better than we can.
+_WIDTH_OF_A_FILE = 200
+
+
+class CommandError(StreamError):
+    """A command cannot do what it was asked to."""
+
+
+def console(stderr: bool = False) -> Console:
+    """A console on the stream that stdout or stderr is now."""
+    stream = sys.stderr if stderr else sys.stdout
+    known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(file=stream, width=None if known else _WIDTH_OF_A_FILE, markup=False, highlight=False, emoji=False)
+
+
+def say(text: str, style: str = "") -> None:
+    """One paragraph on stdout."""
+    console().print(Text(text, style=style), soft_wrap=True)
+
+
+def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Table:
+    """An empty table; `right` names the columns of numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def show_errors(errors: Sequence[BaseException], heading: str = "") -> None:
+    """Errors on stderr: one alone as it is, several numbered below `heading`."""
+    lines = [Text.assemble(("error: ", "bold red"), heading or str(errors[0]))]
+    if heading:
+        lines += [Text(f"  {number}. {error}") for number, error in enumerate(errors, 1)]
+    for line in lines:
+        console(stderr=True).print(line, soft_wrap=True)
+
+
+def errors_of(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The errors in a group, and in the groups in it."""
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += errors_of(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+def reporting(command: Callable[P, T]) -> Callable[P, T]:
+    """A command whose `StreamError`s are told without a traceback, and end it with exit code 1."""
+
+    @wraps(command)
+    def told(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except StreamError as error:
+            show_errors([error])
+        except ExceptionGroup as group:
+            errors = errors_of(group)
+            if not all(isinstance(error, StreamError) for error in errors):
+                raise
+            # What `App.build` raises lists its errors in its message, too.
+            show_errors(errors, f"{group.message.partition(':')[0].strip()}:")
+        raise typer.Exit(1)
+
+    return told
