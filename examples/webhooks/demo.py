@@ -1,0 +1,139 @@
+"""The demo: publish, watch, kill a worker, compare.
+
+On Postgres the service runs in two processes. Its subscription is ordered, so one of them handles the messages and
+the other stands by; the one at work is killed half way. On memory all is in this process, and nothing is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from streamfw import App, DeadLetters, Message
+
+from .report import Report, make_report
+from .store import Store
+from .traffic import Webhook, load, publish
+from .workers import Workers, running_workers
+
+__all__ = ["DemoFailed", "demo", "progress_bar"]
+
+QUEUES: Final = "webhooks_example_queues"  # the broker's schema, the demo's own: nothing else is touched
+LEASE: Final = 5  # seconds until the messages of a dead worker are free
+PATIENCE: Final = 30.0  # seconds without progress
+
+
+class DemoFailed(Exception):
+    """It did not come to an end."""
+
+
+class Running(msgspec.Struct):
+    """The service at work: the app that publishes to it, its store, its processes (None: this one)."""
+
+    publisher: App
+    store: Store
+    workers: Workers | None = None
+
+
+async def demo(broker: str, rounds: int, console: Console, progress: Progress) -> Report:
+    """Run it all. Raises `DemoFailed` when the messages do not come to an end."""
+    webhooks = load(rounds)
+    async with running_on_memory(broker) if broker.startswith("memory:") else running_on_postgres(broker) as running:
+        if running.workers is None:
+            console.print("On memory everything is in one process, so no worker is killed.")
+        letters = await running.publisher.connection().dead_letters("webhooks.dead")
+        publishing = asyncio.ensure_future(publish(running.publisher, webhooks))
+        try:
+            await watch(running, webhooks, letters, publishing, console, progress)
+            await publishing
+        finally:
+            publishing.cancel()
+        if running.workers is not None:
+            await running.workers.stop()
+        killed = running.workers.killed if running.workers else None
+        return await make_report(broker, webhooks, running.store, await dead(letters), killed)
+
+
+@asynccontextmanager
+async def running_on_memory(broker: str) -> AsyncIterator[Running]:
+    """The service in this process."""
+    os.environ["STREAMFW_BROKERS__DEFAULT__URL"] = broker
+    from .service import app  # reads the environment
+
+    async with app.running():
+        (store,) = app.state
+        assert isinstance(store, Store)
+        yield Running(app, store)
+
+
+@asynccontextmanager
+async def running_on_postgres(broker: str) -> AsyncIterator[Running]:
+    """The service in two processes, over tables that are new."""
+    from .postgres_store import SCHEMA, drop, open_pool, open_postgres_store
+
+    environment = {
+        "STREAMFW_BROKERS__DEFAULT__URL": broker,
+        "STREAMFW_BROKERS__DEFAULT__SCHEMA": QUEUES,
+        "STREAMFW_BROKERS__DEFAULT__AUTO_MIGRATE": "true",
+        "STREAMFW_BROKERS__DEFAULT__LEASE": str(LEASE),
+    }
+    os.environ.update(environment)
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(open_pool(broker))
+        await drop(pool, SCHEMA, QUEUES)
+        store = await stack.enter_async_context(open_postgres_store(broker))
+        publisher = await stack.enter_async_context(App(name="github").running())
+        workers = await stack.enter_async_context(running_workers(2, environment))
+        yield Running(publisher, store, workers)
+
+
+async def watch(
+    running: Running,
+    webhooks: list[Webhook],
+    letters: DeadLetters,
+    publishing: asyncio.Future[None],
+    console: Console,
+    progress: Progress,
+) -> None:
+    """Show how many came to an end, until all did; kill a worker half way."""
+    loop = asyncio.get_running_loop()
+    task = progress.add_task("handling webhooks", total=len(webhooks))
+    ended, seen_at = 0, loop.time()
+    while ended < len(webhooks):
+        await asyncio.sleep(0.1)
+        now = await running.store.count() + len(await dead(letters))
+        if now > ended:
+            ended, seen_at = now, loop.time()
+            progress.update(task, completed=ended)
+        if running.workers is not None:
+            await kill_half_way(running.workers, running.store, ended / len(webhooks), console)
+        if publishing.done():
+            publishing.result()
+        if loop.time() - seen_at > PATIENCE:
+            raise DemoFailed(f"{ended} of {len(webhooks)} webhooks, and no more within {PATIENCE:g} s")
+
+
+async def kill_half_way(workers: Workers, store: Store, done: float, console: Console) -> None:
+    """Kill the worker that handles the messages, once, when half of them are done."""
+    if words := workers.failed():
+        raise DemoFailed(words)
+    if done >= 0.5 and workers.killed is None and (busy := await store.last_worker()) is not None:
+        workers.kill(busy)
+        console.print(f"Worker {busy} is killed (SIGKILL); the other takes over when its lease of {LEASE} s has ended.")
+
+
+async def dead(letters: DeadLetters) -> list[Message]:
+    return list(await letters.list(1000))
+
+
+def progress_bar(console: Console, disable: bool) -> Progress:
+    """A bar that shows how many webhooks came to an end."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console, disable=disable)

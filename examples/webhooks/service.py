@@ -1,0 +1,77 @@
+"""The webhook service: one ordered subscriber, a typed handler for each event, a summary.
+
+    python -m examples.webhooks.service        # memory://, or what streamfw.toml or STREAMFW_BROKERS__DEFAULT__URL say
+
+Events of one repository are handled one after another, in the order GitHub sent them, whatever they are: that is
+why all of them come by one name, and `handle` finds the handler by the type of the event.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from streamfw import App, Backoff, DeliveryField, Message, Next, State
+
+from .events import AnyEvent, handle
+from .store import Store, Stored, Unit, open_store
+
+WORKER = os.getpid()
+
+
+async def lifespan(app: App) -> AsyncIterator[Store]:
+    async with open_store(broker_url(app)) as store:
+        yield store
+
+
+async def journal(message: Message, call_next: Next) -> object:
+    """Middleware: note every delivery, and every failure."""
+    (store,) = app.state
+    assert isinstance(store, Store)
+    await store.note(message.message_id, "began", WORKER)
+    try:
+        return await call_next(message)
+    except Exception:
+        await store.note(message.message_id, "failed", WORKER)
+        raise
+
+
+def broker_url(app: App) -> str:
+    """The URL that the configuration names."""
+    return str(app.settings.brokers.get("default", {}).get("url", "memory://"))
+
+
+app = App(name="webhooks", lifespan=lifespan, middleware=[journal])
+
+
+@app.subscriber(
+    "webhooks",
+    ordered_by="key",
+    workers=8,
+    attempts=5,
+    backoff=Backoff(first=0.05, max=1.0),
+    # The summary's row and the end of the message in one commit, so that it is stored exactly once. Memory has no
+    # transactions, and asking for them there is an error: there, what makes a repeat harmless is the store alone.
+    transactional=not broker_url(app).startswith("memory:"),
+)
+async def webhook(
+    event: AnyEvent,
+    message: Message,
+    store: Annotated[Store, State],
+    unit: Annotated[Unit | None, DeliveryField("unit")],
+) -> None:
+    line = await handle(event, message.attempt)
+    stored = Stored(
+        message_id=message.message_id,
+        owner=event.owner,
+        event=event.name,
+        line=line,
+        attempt=message.attempt,
+        worker=WORKER,
+    )
+    await store.add(stored, unit)
+
+
+if __name__ == "__main__":
+    app.run()
