@@ -30,9 +30,9 @@ Messages of errors never hold a password: URLs are shown by `redact`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
-from urllib.parse import urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from .broker import Delivery
@@ -205,12 +205,29 @@ class PartialFailure(StreamError):
 
 
 def redact(url: str) -> str:
-    """Return `url` without password and query (which may hold one): what errors and descriptions show."""
-    try:
-        parts = urlsplit(url)
-        if not parts.netloc:
-            return urlunsplit((parts.scheme, "", parts.path, "", "")) if parts.scheme else parts.path
-        user, at, host = parts.netloc.rpartition("@")
-        return urlunsplit((parts.scheme, f"{user.partition(':')[0]}{at}{host}", parts.path, "", ""))
-    except ValueError:
-        return "(a malformed URL)"
+    """Return `url` without password and query (which may hold one): what errors and descriptions show.
+
+    A password that should have been percent-encoded ends nowhere that a parser would see ("/", "#" and "?" end the
+    part it stands in), so it is taken to reach up to the last "@"; and of ``name:word``, without any, only a number is
+    a port.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    plain = _without_query(rest)
+    if "@" not in plain and not _QUERY.match(rest, len(plain)):
+        plain = rest
+    login, at, place = plain.rpartition("@")
+    place = _without_query(place)
+    hosts, slash, path = place.partition("/")
+    if not all(_PORTED.fullmatch(host) for host in hosts.split(",")):
+        hosts, slash, path = hosts.partition(":")[0], "", ""
+    return f"{scheme}{separator}{login.partition(':')[0]}{at}{hosts}{slash}{path}"
+
+
+_QUERY = re.compile(r"\?[a-zA-Z_]+=")
+_PORTED = re.compile(r"(\[[^]]*\]|[^:]*)(:\d*)?")
+
+
+def _without_query(url: str) -> str:
+    return re.split("[?#]", url, maxsplit=1)[0]
