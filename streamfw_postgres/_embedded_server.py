@@ -157,13 +157,14 @@ class PostgresServer:
             yield POLL
 
     def stopping(self) -> Steps:
-        """Stop it: fast (transactions are rolled back, all is checkpointed), and harder when that takes too long."""
-        ways = ((signal.SIGINT, self._stop_timeout), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0))
-        for how, patience in ways:
-            if (yield from self._end(how, patience)):
+        """Stop it: fast (transactions are rolled back, all is checkpointed), and harder after each `stop_timeout`."""
+        for how in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):
+            if (yield from self._end(how, self._stop_timeout)):
                 self._remove_socket_directory()
                 return
-        raise EmbeddedError(f"the Postgres server in {self.home} does not end (pid {self.pid()}); {self.log_says()}")
+            if self.pid() is None:
+                break  # nobody whom a harder signal could reach
+        raise EmbeddedError(f"the Postgres server in {self.home} does not end ({self._who()}); {self.log_says()}")
 
     def crashing(self, how: signal.Signals = signal.SIGKILL) -> Steps:
         if not (yield from self._end(how, self._stop_timeout)):
@@ -282,8 +283,11 @@ class PostgresServer:
         (self.home / "socket.path").unlink(missing_ok=True)
 
     def _too_slow(self, state: State) -> EmbeddedError:
-        pid = f"pid {self.pid()}" if self.pid() else "no pid to be seen: a server in another container?"
         return EmbeddedError(
-            f"the Postgres server in {self.home} is still {state.value} after {self._start_timeout:g} s ({pid}); "
-            + self.log_says()
+            f"the Postgres server in {self.home} is still {state.value} after {self._start_timeout:g} s "
+            f"({self._who()}); {self.log_says()}"
         )
+
+    def _who(self) -> str:
+        pid = self.pid()
+        return f"pid {pid}" if pid else "no pid to be seen: does it run in another container?"

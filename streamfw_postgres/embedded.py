@@ -122,14 +122,29 @@ async def embedded(
     home = _resolved(path)
     use = _Use(home, user, {**_SETTINGS, **(settings or {})}, start_timeout, stop_timeout)
     try:
+        await _drive(use.join(), home)
+    except BaseException as error:
         try:
-            await run_async(use.join())
-        except OSError as error:
-            raise EmbeddedError(f"the embedded server in {home} cannot be used: {error}") from error
+            await _leave(use, home)  # it may have been started, half or whole
+        except EmbeddedError as another:
+            error.add_note(str(another))
+        raise
+    try:
         yield use.facts()
     finally:
-        with CancelScope(shield=True):  # bounded by the timeouts of the stop
-            await run_async(use.leave())
+        await _leave(use, home)
+
+
+async def _leave(use: _Use, home: Path) -> None:
+    with CancelScope(shield=True):  # bounded by the timeouts of the stop
+        await _drive(use.leave(), home)
+
+
+async def _drive(steps: Steps, home: Path) -> None:
+    try:
+        await run_async(steps)
+    except OSError as error:
+        raise EmbeddedError(f"the embedded server in {home} cannot be used: {error}") from error
 
 
 def _resolved(path: Path | str) -> Path:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from streamfw_postgres import _embedded_binaries as binaries
 from streamfw_postgres._embedded_binaries import Account, plain_account
 from streamfw_postgres._embedded_server import PostgresServer, State
 from streamfw_postgres._embedded_share import Shared
-from streamfw_postgres._embedded_steps import Steps, run
+from streamfw_postgres._embedded_steps import Steps, lock_file, run, try_lock
 from streamfw_postgres.embedded import EmbeddedError, EmbeddedServer, embedded
 from tests.helpers import eventually
 from tests.services.postgres import free_port
@@ -433,7 +434,7 @@ async def test_a_cancelled_start_leaves_nothing_behind(home: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert server(home).state() is State.STOPPED
-    assert list(home.glob("data*")) == []
+    assert list(home.glob("data.new.*")) == []
     async with embedded(home) as facts:
         assert await fetch(facts, "select 1") == 1
 
@@ -531,11 +532,26 @@ async def test_a_server_that_does_not_start_tells_why_and_the_next_may_do_better
         assert await fetch(facts, "select 1") == 1
 
 
-async def test_a_start_that_takes_too_long_tells_so(home: Path) -> None:
-    with pytest.raises(EmbeddedError, match="still starting after 0 s"):
-        async with embedded(home, start_timeout=0.0):
+async def test_a_server_that_nobody_sees_start_or_stop_is_told_about_and_left_alone(home: Path) -> None:
+    async with embedded(home):
+        pass
+    elsewhere = lock_file(home / "server.lock")  # as a server in another container, whose pid means nothing here
+    assert try_lock(elsewhere, fcntl.LOCK_EX)
+    with pytest.raises(EmbeddedError, match=r"still starting after 0\.1 s \(no pid to be seen") as caught:
+        async with embedded(home, start_timeout=0.1, stop_timeout=0.1):
             pass
+    assert "does not end (no pid to be seen" in caught.value.__notes__[0]
+    os.close(elsewhere)
+    async with embedded(home) as facts:
+        assert await fetch(facts, "select 1") == 1
+
+
+async def test_a_frozen_server_is_stopped_by_force(home: Path) -> None:
+    async with embedded(home, stop_timeout=0.2):
+        os.kill(pid(home), signal.SIGSTOP)
     assert server(home).state() is State.STOPPED
+    async with embedded(home) as facts:
+        assert await fetch(facts, "select 1") == 1
 
 
 async def test_a_user_that_hangs_while_it_starts_the_server_is_named(home: Path) -> None:
