@@ -17,7 +17,7 @@ import msgspec
 
 from .codec import Codec
 from .errors import ArgumentError, BuildError, DecodeError
-from .message import Message
+from .message import Headers, Message
 
 __all__ = [
     "Attempt",
@@ -107,7 +107,8 @@ class _Builder:
         self.handler, self.where, self.batch = handler, where, batch
         self.names: dict[str, Any] = {"_handler": handler, "_argument": _argument_error, "_undecoded": _decode_error}
         self.early: list[str] = []
-        self.arguments: list[str] = []
+        self.arguments: dict[str, str] = {}  # expressions, in the order of the parameters
+        self.keyword_only: set[str] = set()
         self.body: tuple[str, Any] | None = None
         self.errors: list[BuildError] = []
         self.states: dict[str, Any] = {}
@@ -121,6 +122,8 @@ class _Builder:
         name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             return self.error(f"parameter {name!r}: *args, **kwargs and positional-only parameters cannot be filled")
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            self.keyword_only.add(name)
         markers = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
         kind = get_args(hint)[0] if markers else hint
         for marker in markers:
@@ -141,7 +144,7 @@ class _Builder:
                 "marker; mark the other (Header, State, Attempt, ..)"
             )
         self.body = (name, hint)
-        self.arguments.append(f"{name}=_body")
+        self.arguments[name] = "_body"
         return None
 
     def marked(self, parameter: inspect.Parameter, kind: Any, marker: Any) -> bool:
@@ -150,15 +153,15 @@ class _Builder:
             self.header(parameter, kind, marker.name)
         elif marker is State or isinstance(marker, State):
             self.states[name] = kind
-            self.arguments.append(f"{name}=_bound_{name}")
+            self.arguments[name] = f"_bound_{name}"
         elif isinstance(marker, DeliveryField):
             self.per_message(name, f"message.{marker.field}")
         elif marker is UnitConnection or isinstance(marker, UnitConnection):
             self.uses_unit = True
-            self.arguments.append(f"{name}=message.unit.connection")
+            self.arguments[name] = "message.unit.connection"
         elif _is_publisher(kind) and isinstance(marker, str):
             self.publishers[name] = (marker, next(iter(get_args(kind)), None))
-            self.arguments.append(f"{name}=_bound_{name}")
+            self.arguments[name] = f"_bound_{name}"
         else:
             return False
         return True
@@ -166,7 +169,7 @@ class _Builder:
     def per_message(self, name: str, expression: str) -> None:
         if self.batch:
             return self.error(f"parameter {name!r} belongs to one message, and this handler takes a batch of them")
-        self.arguments.append(f"{name}={expression}")
+        self.arguments[name] = expression
         return None
 
     def header(self, parameter: inspect.Parameter, kind: Any, header: str) -> None:
@@ -177,8 +180,8 @@ class _Builder:
         if optional:
             self.names[f"_default_{name}"] = parameter.default
         self.names[f"_header_{name}"] = _header_getter(header, kind, optional, parameter.default)
-        self.early.append(f"        {name} = _header_{name}(message.headers)")
-        self.arguments.append(f"{name}={name}")
+        self.early.append(f"        _value_{name} = _header_{name}(_headers)")
+        self.arguments[name] = f"_value_{name}"
         return None
 
 
@@ -200,7 +203,7 @@ def compile_call(
         build.error("a handler is an `async def` function")
     for parameter, hint in _parameters(handler, build):
         build.parameter(parameter, hint)
-    if build.body is None and not build.errors and not any(a.endswith("=message") for a in build.arguments):
+    if build.body is None and not build.errors and "message" not in build.arguments.values():
         build.error("no parameter takes the body: the first one without a marker does")
     decode, body = _decoder(build, codec, decoder)
     if build.errors:
@@ -247,15 +250,20 @@ def _decoder(build: _Builder, codec: Codec, own: Callable[[Any], Any]) -> tuple[
 def _generate(build: _Builder, decode: Callable[[Any], Any] | None) -> Call:
     lines = ["def call(message):"]
     if build.batch:
-        build.arguments = [a.replace("=_body", "=message.values") for a in build.arguments]
+        build.arguments = {n: "message.values" if e == "_body" else e for n, e in build.arguments.items()}
     elif decode is not None:
         build.names["_decode"] = decode
         lines += ["    try:", "        _body = _decode(message.body)"]
         lines += ["    except Exception as error:", "        raise _undecoded(error) from error"]
     if build.early:  # a try costs nothing while nothing raises (3.11 and later)
-        lines += ["    try:", *build.early]
+        build.names["_Headers"] = Headers
+        lines += ["    try:", "        _headers = message.raw_headers"]
+        lines += ["        if type(_headers) is not _Headers:", "            _headers = message.headers"]
+        lines += build.early
         lines += ["    except Exception as error:", "        raise _argument(error) from error"]
-    lines.append(f"    return _handler({', '.join(build.arguments)})")
+    # By position where it may be: every parameter is filled, and keywords cost a fifth more.
+    filled = [f"{n}={e}" if n in build.keyword_only else e for n, e in build.arguments.items()]
+    lines.append(f"    return _handler({', '.join(filled)})")
     source = "\n".join(lines) + "\n"
     filename = f"<call of {build.where}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # readable tracebacks
@@ -272,20 +280,27 @@ def _argument_error(error: Exception) -> ArgumentError:
     return error if isinstance(error, ArgumentError) else ArgumentError(str(error)[:1024])
 
 
-def _header_getter(name: str, kind: Any, optional: bool, default: Any) -> Callable[[Any], Any]:
-    convert: Callable[[Any, str], Any] | None = None
+def _header_getter(name: str, kind: Any, optional: bool, default: Any) -> Callable[[Headers], Any]:
+    convert: Callable[[Headers], Any] | None = None
     if kind is bytes:
-        convert = lambda headers, header: headers.raw(header)  # noqa: E731
+        convert = lambda headers: headers.raw(name)  # noqa: E731
     elif kind is not str and get_args(kind) != (str, type(None)):
-        convert = lambda headers, header: msgspec.convert(headers[header], kind, strict=False)  # noqa: E731
+        convert = lambda headers: msgspec.convert(headers[name], kind, strict=False)  # noqa: E731
 
-    def get(headers: Any) -> Any:
-        if headers.raw(name) is None:
+    def get(headers: Headers) -> Any:
+        found = None
+        for key, value in reversed(headers.pairs):  # written out: `Headers.raw` and `[]` cost three times as much
+            if key == name:
+                found = value
+                break
+        if found is None:
             if optional:
                 return default
             raise ArgumentError(f"header {name!r} is missing")
         try:
-            return headers[name] if convert is None else convert(headers, name)
+            return found.decode() if convert is None else convert(headers)
+        except UnicodeDecodeError:
+            return headers[name]  # says it well
         except msgspec.ValidationError as error:
             raise ArgumentError(f"header {name!r}: {error}") from None
 
