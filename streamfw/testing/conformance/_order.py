@@ -46,12 +46,19 @@ class OrderConformance(ConformanceKit):
                 for body in numbered(60):
                     await first.send(at, body, key=f"key-{int(body) % 3}")
                 taken: list[Delivery] = []
+                holders: dict[str | None, Member] = {}
 
-                async def work(member: Member, taken: list[Delivery] = taken) -> None:
+                async def work(
+                    member: Member, taken: list[Delivery] = taken, holders: dict[str | None, Member] = holders
+                ) -> None:
                     while chunk := await member.poll(self.quiet, limit=4):
+                        for key in {delivery.key for delivery in chunk}:
+                            assert holders.setdefault(key, member) is member, f"{key} went to two members at once"
                         taken.extend(chunk)
-                        await asyncio.sleep(0)  # let the other member take what it could
+                        await asyncio.sleep(0.01)  # long enough for the other to be given what it must not get
                         await member.acknowledge(chunk)
+                        for delivery in chunk:
+                            holders.pop(delivery.key, None)
 
                 deadline = time.monotonic() + self.patience
                 while len(taken) < 60 and time.monotonic() < deadline:
