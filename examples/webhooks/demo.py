@@ -117,16 +117,23 @@ async def watch(
         if publishing.done():
             publishing.result()
         if loop.time() - seen_at > PATIENCE:
-            raise DemoFailed(f"{ended} of {len(webhooks)} webhooks, and no more within {PATIENCE:g} s")
+            said = f"\n{running.workers.said()}" if running.workers is not None else ""
+            raise DemoFailed(f"{ended} of {len(webhooks)} webhooks, and no more within {PATIENCE:g} s{said}")
 
 
 async def kill_half_way(workers: Workers, store: Store, done: float, console: Console) -> None:
-    """Kill the worker that handles the messages, once, when half of them are done."""
+    """Kill the worker that handles the messages, once, when half of them are done, in the middle of one."""
     if words := workers.failed():
         raise DemoFailed(words)
-    if done >= 0.5 and workers.killed is None and (busy := await store.last_worker()) is not None:
-        workers.kill(busy)
-        console.print(f"Worker {busy} is killed (SIGKILL); the other takes over when its lease of {LEASE} s has ended.")
+    if done < 0.5 or workers.killed is not None or (worker := await store.last_worker()) is None:
+        return
+
+    async def busy() -> bool:
+        return await store.unfinished(worker) > 0
+
+    async with asyncio.timeout(PATIENCE):
+        await workers.kill(worker, busy)
+    console.print(f"Worker {worker} is killed (SIGKILL); the other takes over when its lease of {LEASE} s has ended.")
 
 
 async def dead(letters: DeadLetters) -> list[Message]:

@@ -48,6 +48,12 @@ insert into {SCHEMA}.total (event, webhooks) select event, 1 from added
 on conflict (event) do update set webhooks = total.webhooks + 1
 """
 
+UNFINISHED: Final = f"""
+select count(*) filter (where what = 'began') - count(*) filter (where what = 'failed')
+    - (select count(*) from {SCHEMA}.webhook where worker = $1)
+from {SCHEMA}.delivery where worker = $1
+"""
+
 EPOCH: Final = "extract(epoch from at)::float8 as at"
 
 
@@ -75,6 +81,10 @@ class PostgresStore(Store):
         sql = f"select worker from {SCHEMA}.webhook order by at desc limit 1"
         worker: int | None = await self._pool.fetchval(sql)
         return worker
+
+    async def unfinished(self, worker: int) -> int:
+        unfinished: int = await self._pool.fetchval(UNFINISHED, worker)
+        return unfinished
 
     async def webhooks(self) -> Sequence[Stored]:
         columns = f"message_id, owner, event, line, attempt, worker, {EPOCH}"

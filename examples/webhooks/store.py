@@ -72,6 +72,10 @@ class Store(ABC):
         """The process that stored the newest webhook."""
 
     @abstractmethod
+    async def unfinished(self, worker: int) -> int:
+        """How many messages this process began with, and neither stored nor failed at yet."""
+
+    @abstractmethod
     async def webhooks(self) -> Sequence[Stored]:
         """All of them, in the order they were stored."""
 
@@ -105,6 +109,11 @@ class MemoryStore(Store):
 
     async def last_worker(self) -> int | None:
         return next((stored.worker for stored in reversed(self._webhooks.values())), None)
+
+    async def unfinished(self, worker: int) -> int:
+        entries = Counter(entry.what for entry in self._journal if entry.worker == worker)
+        stored = sum(webhook.worker == worker for webhook in self._webhooks.values())
+        return entries["began"] - entries["failed"] - stored
 
     async def webhooks(self) -> Sequence[Stored]:
         return list(self._webhooks.values())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,18 +27,32 @@ class Workers:
         self._logs = logs
         self.killed: int | None = None
 
-    def kill(self, pid: int) -> None:
-        """SIGKILL: no time for a last word."""
-        next(process for process in self._processes if process.pid == pid).kill()
+    async def kill(self, pid: int, busy: Callable[[], Awaitable[bool]]) -> None:
+        """SIGKILL, when `busy` says that it is in the middle of a message; it is stopped to look, and goes on if not."""
+        process = next(process for process in self._processes if process.pid == pid)
+        while True:
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.05)  # what it has sent already is done by then
+            if await busy():
+                break
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.01)
+        process.kill()
         self.killed = pid
 
     def failed(self) -> str | None:
         """What a worker said that ended by itself."""
         for process, log in zip(self._processes, self._logs, strict=True):
             if process.returncode is not None and process.pid != self.killed:
-                last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                return f"worker {process.pid} ended with exit code {process.returncode}; its last words:\n{last}"
+                return f"worker {process.pid} ended with exit code {process.returncode}; it said:\n{_last_words(log)}"
         return None
+
+    def said(self) -> str:
+        """The last lines of all of them."""
+        return "\n".join(
+            f"worker {process.pid} said:\n{_last_words(log)}"
+            for process, log in zip(self._processes, self._logs, strict=True)
+        )
 
     async def stop(self) -> None:
         """Let them drain, then see that they are gone. Twice is once."""
@@ -50,6 +65,10 @@ class Workers:
                 if process.returncode is None:
                     process.kill()
         await asyncio.gather(*(process.wait() for process in self._processes))
+
+
+def _last_words(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 @asynccontextmanager
