@@ -28,7 +28,7 @@ class Workers:
         self.killed: int | None = None
 
     async def kill(self, pid: int, busy: Callable[[], Awaitable[bool]]) -> None:
-        """SIGKILL, when `busy` says that it is in the middle of a message; it is stopped to look, and goes on if not."""
+        """SIGKILL, when `busy` says that it is in the middle of a message: stop it to look, and let it go on if not."""
         process = next(process for process in self._processes if process.pid == pid)
         while True:
             process.send_signal(signal.SIGSTOP)
