@@ -135,7 +135,7 @@ def readable_copy(package: Path, name: str, account: Account) -> Path:
     It holds the package (without headers and Python) and, beside it, the libraries that its programs look for there. It
     appears under its name only when it is complete.
     """
-    refused = []
+    refused: list[str] = []
     for cache in caches():
         try:
             _open_cache(cache)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +106,7 @@ async def embedded(
     settings: Mapping[str, str] | None = None,
     start_timeout: float = 120.0,
     stop_timeout: float = 30.0,
-) -> AsyncIterator[EmbeddedServer]:
+) -> AsyncGenerator[EmbeddedServer, None]:
     """Use the server in `path`, starting it if it does not run; the last user stops it at the end.
 
     `user` is the account that root starts a new server as. `settings` go over the default ones; they, like
