@@ -175,10 +175,12 @@ class AppFailureConformance(AppKit):
         assert attempts == [1, 2]
 
     async def test_a_dead_letter_that_nobody_subscribes_to_is_kept(self, broker: Broker, name: str) -> None:
+        failed: list[Message] = []
         letters: list[Message] = []
 
         @subscriber(name)
         async def fail(message: Message) -> None:
+            failed.append(message)
             raise DeadLetter("later")
 
         @subscriber(f"{name}.dead")
@@ -188,6 +190,7 @@ class AppFailureConformance(AppKit):
         app = self.app(broker, fail)
         async with app.running():
             await app.publish(name, 1)
+            await self.until(lambda: failed, "it fails")
         async with self.app(self.another(broker), bury).running():
             await self.until(lambda: letters, "whoever subscribes first gets it")
         assert letters[0].headers[ERROR] == "later"

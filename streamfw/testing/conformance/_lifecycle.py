@@ -84,9 +84,9 @@ class LifecycleConformance(ConformanceKit):
         async with self.member(broker, name) as member:
             await member.stop()
             await member.stop()
+            await member.close()
             await member.source.close()
-            await member.source.close()
-            await member.stop()
+            await member.source.stop()
 
     async def test_handles_of_a_closed_connection_say_so(
         self, broker: Broker, name: str, capabilities: Capabilities
