@@ -153,8 +153,9 @@ class _Run:
         try:
             end = time.monotonic() + 60
             while await connection.fetchval("select count(*) from streamfw.message") or not self.app.health().ok:
-                left = await connection.fetch("select count(*), min(lease_until - now()) from streamfw.message")
-                assert time.monotonic() < end, f"not settled: {left}, {self.app.health()}"
+                if time.monotonic() > end:
+                    left = await connection.fetch("select id, attempt, token, lease_until::text from streamfw.message")
+                    raise AssertionError(f"not settled: {left[:5]}, {self.app.health()}")
                 await asyncio.sleep(0.1)
         finally:
             await connection.close()

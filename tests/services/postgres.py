@@ -119,12 +119,19 @@ def _wheel(account: Account) -> Path:
         pytest.fail(f"the tests need the newest Postgres: {error}", pytrace=False)
 
 
+def _oldest_of_debian() -> Path:
+    """The oldest Postgres from 14 on that is installed: 15 on Debian 12, 16 on Ubuntu 24.04, 17 on Debian 13."""
+    installed = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdecimal()]
+    known = sorted((int(path.parent.name), path) for path in installed if int(path.parent.name) >= 14)
+    return known[0][1] if known else Path("/usr/lib/postgresql/15/bin")
+
+
 def _debian15(account: Account) -> Path:
-    binaries = Path(os.environ.get("STREAMFW_TEST_POSTGRES15", "/usr/lib/postgresql/15/bin"))
+    binaries = Path(os.environ.get("STREAMFW_TEST_POSTGRES15") or _oldest_of_debian())
     missing = [name for name in ("postgres", "initdb", "pg_ctl") if not (binaries / name).is_file()]
     if missing:
         pytest.fail(
-            f"the tests need Postgres 15, and {binaries} lacks {', '.join(missing)}: apt-get install postgresql-15 "
+            f"the tests need an old Postgres, and {binaries} lacks {', '.join(missing)}: apt-get install postgresql "
             "(or set STREAMFW_TEST_POSTGRES15 to the directory of its programs)",
             pytrace=False,
         )
