@@ -50,4 +50,6 @@ async def until_signal(work: Coroutine[object, object, Report]) -> Report:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program = typer.Typer(pretty_exceptions_enable=False)
+    program.command()(main)
+    program()
