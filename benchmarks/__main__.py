@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from .counts import JOBS, count_calls, store_baseline
 from .document import new_run, publish, write
-from .harness import measure
+from .harness import Scenario, measure
 from .render import PAGE, page, table
 from .scenarios import NAMES, scenario
 
@@ -21,17 +22,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="rounds (default: at least 9)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their name")
     parser.add_argument("--publish", action="store_true", help="put the runs into docs/benchmarks.json, and render it")
+    parser.add_argument("--baseline", action="store_true", help="count, and store the counts for the tests to compare")
     arguments = parser.parse_args()
+    if arguments.baseline:
+        store_baseline({name: count_calls(job) for name, job in JOBS.items()})
+        return 0
     if unknown := [name for name in arguments.what if name not in choices]:
         parser.error(f"no scenario {unknown[0]!r}: {', '.join(choices)}")
     names = dict.fromkeys(one for name in arguments.what for one in GROUPS.get(name, (name,)) if name != "render")
     missed = 0
     for name in names:
         one = scenario(name, arguments.loop)
-        cases = measure(
-            one, rounds=arguments.rounds, only=arguments.only, report=lambda line: print(line, file=sys.stderr)
-        )
-        run = new_run(one, cases, arguments.loop)
+        run = new_run(one, arguments.loop)
+        if isinstance(one, Scenario):
+            run.unit, run.facts = one.unit, dict(one.facts)
+            run.cases = measure(one, rounds=arguments.rounds, only=arguments.only, report=_say)
+        else:
+            run.counts = one.count(_say)
         print(table(run))
         print(f"written to {write(run)}\n")
         if arguments.publish:
@@ -40,6 +47,10 @@ def main() -> int:
     if arguments.publish or "render" in arguments.what:
         PAGE.write_text(page())
     return 1 if missed else 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

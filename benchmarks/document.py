@@ -12,12 +12,13 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from .harness import CaseResult, Scenario
+from .harness import CaseResult
 
-__all__ = ["PUBLISHED", "SCHEMA", "Document", "Machine", "Run", "new_run", "publish", "published", "write"]
+__all__ = ["PUBLISHED", "SCHEMA", "Count", "Document", "Machine", "Run", "new_run", "publish", "published", "write"]
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +36,13 @@ class Machine(msgspec.Struct, kw_only=True):
     kernel: str
 
 
+class Count(msgspec.Struct, kw_only=True):
+    """What was counted of one job, a message; by what it counts."""
+
+    name: str
+    values: dict[str, float]
+
+
 class Run(msgspec.Struct, kw_only=True):
     """One scenario, measured once. `date` is UTC; `commit` has a ``+`` behind it where files differed from it."""
 
@@ -49,7 +57,8 @@ class Run(msgspec.Struct, kw_only=True):
     versions: dict[str, str]
     facts: dict[str, str] = {}
     unit: str | None = None
-    cases: list[CaseResult]
+    cases: list[CaseResult] = []
+    counts: list[Count] = []
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -63,8 +72,19 @@ class Document(msgspec.Struct, kw_only=True):
     runs: list[Run] = []
 
 
-def new_run(scenario: Scenario, cases: list[CaseResult], loop: str) -> Run:
-    """Put a measured scenario into words: when, where and of what."""
+class Described(Protocol):
+    """What a scenario says of itself."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def about(self) -> str: ...
+
+
+def new_run(scenario: Described, loop: str) -> Run:
+    """A run of a scenario, here and now, without its figures."""
     return Run(
         scenario=scenario.name,
         title=scenario.title,
@@ -75,9 +95,6 @@ def new_run(scenario: Scenario, cases: list[CaseResult], loop: str) -> Run:
         python=platform.python_version(),
         loop=loop,
         versions={name: version for name in PACKAGES if (version := _version(name))},
-        facts=dict(scenario.facts),
-        unit=scenario.unit,
-        cases=cases,
     )
 
 

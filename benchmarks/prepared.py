@@ -1,6 +1,7 @@
-"""A broker whose messages are prepared in memory: fetching is a slice, settling an addition.
+"""A broker whose messages are prepared in memory: fetching is a slice, settling a subtraction.
 
-What it costs to dispatch a message is what is left. It gives full batches, and the messages in order.
+What it costs to dispatch a message is what is left. A thousand messages go round: what a broker has just decoded is in
+the processor's cache, and so are these.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ __all__ = ["PreparedBroker", "PreparedSource"]
 
 
 class PreparedSource(Source):
-    """Hands out `deliveries`, from the moment that `begin` is called; `finished` is set when all are settled."""
+    """Hands out `count` deliveries in full batches, from the moment that `begin` is called; `finished` is set when all
+    are settled. `ring` is gone through again and again; its length is a multiple of the batch."""
 
-    def __init__(self, deliveries: list[Delivery]) -> None:
-        self._deliveries, self._at = deliveries, 0
-        self.left = len(deliveries)
+    def __init__(self, ring: list[Delivery], count: int) -> None:
+        self._ring, self._at, self._out = ring, 0, 0
+        self.count = self.left = count
         self.finished = asyncio.Event()
         self._begun, self._stopped = asyncio.Event(), asyncio.Event()
 
@@ -30,13 +32,15 @@ class PreparedSource(Source):
         self._begun.set()
 
     async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
-        at = self._at
-        if not at:
+        if not self._out:
             await self._begun.wait()
-        batch = self._deliveries[at : at + limit]
-        self._at = at + len(batch)
-        if not batch:
+        elif self._out == self.count:
             await self._stopped.wait()
+            return ()
+        at = self._at
+        batch = self._ring[at : at + min(limit, self.count - self._out)]
+        self._out += len(batch)
+        self._at = (at + len(batch)) % len(self._ring)
         return batch
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:

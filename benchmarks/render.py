@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .document import PUBLISHED, Run, published
+from .document import PUBLISHED, Count, Run, published
 from .harness import CaseResult, Comparison, Sample
 from .stats import median
 
@@ -33,18 +33,19 @@ def table(run: Run) -> str:
     """One run as text: where and when, and a row a case."""
     machine = run.machine
     versions = ", ".join(f"{name} {version}" for name, version in (run.versions | run.facts).items())
-    rounds = max(len(case.samples) for case in run.cases)
-    rows = [_row(case, run) for case in run.cases]
+    rounds = f", {len(run.cases[0].samples)} rounds" if run.cases else ""
     goals = [line for case in run.cases for line in _comparisons(case)]
     parts = [
         run.about,
         "",
         f"{run.date[:10]}, commit {run.commit}, {machine.processor}, {machine.cores} cores, "
-        f"{machine.memory_gib:.0f} GiB, {machine.kernel}; Python {run.python}, {run.loop}, "
-        f"{rounds} rounds; {versions}.",
-        "",
-        *_markdown(["case", *_columns(run)], rows),
+        f"{machine.memory_gib:.0f} GiB, {machine.kernel}; Python {run.python}, {run.loop}{rounds}; "
+        f"{versions}.",
     ]
+    if run.cases:
+        parts += ["", *_markdown(["case", *_columns(run)], [_row(case, run) for case in run.cases])]
+    if run.counts:
+        parts += ["", *_counts(run.counts)]
     if goals:
         parts += ["", *_markdown(["case", "measure", "against", "median (95 %)", "goal", "", "marks"], goals)]
     return "\n".join(parts) + "\n"
@@ -80,7 +81,7 @@ def _row(case: CaseResult, run: Run) -> list[str]:
 
 
 def _each(samples: Iterable[Sample], side: str) -> float:
-    return median([getattr(sample, side) / sample.count * 1e6 for sample in samples])
+    return median([(s.client if side == "client" else s.server) / s.count * 1e6 for s in samples])
 
 
 def _comparisons(case: CaseResult) -> Iterable[list[str]]:
@@ -95,6 +96,15 @@ def _goal(one: Comparison) -> str:
     if one.at_least is not None:
         return f"at least {one.at_least:g}"
     return f"at most {one.at_most:g}" if one.at_most is not None else ""
+
+
+def _counts(counts: list[Count]) -> list[str]:
+    columns = list(dict.fromkeys(name for count in counts for name in count.values))
+    rows = [
+        [count.name, *(_number(count.values[name]) if name in count.values else "" for name in columns)]
+        for count in counts
+    ]
+    return _markdown(["a message", *columns], rows)
 
 
 def _number(value: float) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from benchmarks.harness import Scenario
+
+if TYPE_CHECKING:
+    from .code import Counted
 
 __all__ = ["NAMES", "scenario"]
 
 NAMES = ("dispatch", "postgres", "code")
 
 
-def scenario(name: str, loop: str) -> Scenario:
+def scenario(name: str, loop: str) -> Scenario | Counted:
     """Load a scenario to run on an event loop (``asyncio`` or ``uvloop``)."""
-    made: Scenario = import_module(f"benchmarks.scenarios.{name}").scenario(loop)
+    made: Scenario | Counted = import_module(f"benchmarks.scenarios.{name}").scenario(loop)
     return made

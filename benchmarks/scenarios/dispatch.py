@@ -6,78 +6,38 @@ costs more; how much more is told in units of ``await h()``, measured in the sam
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from benchmarks.harness import Case, Goal, Sample, Scenario, Window
+from benchmarks.jobs import BODY, Order, around, four, fresh, lifespan, noop
 from benchmarks.loops import run
 from benchmarks.prepared import PreparedBroker, PreparedSource
-from streamfw import App, Header, Headers, Message, State, subscriber
+from streamfw import App, Headers, subscriber
 from streamfw.broker import Delivery, Settlement
-from streamfw.middleware import Next
 from streamfw.outcome import ACK
 
 __all__ = ["scenario"]
 
 BATCH = 100
-BODY = (
-    b'{"id": 123456, "customer": "customer-000017", "item": "espresso machine", "qty": 3, "price": 129.95, '
-    b'"note": "leave at the back door, ring twice, thanks"}'
-)
 HAND = "by hand: decode, await, one settle a batch"
 UNIT = "await h()"
 
 
-class Order(msgspec.Struct):
-    id: int
-    customer: str
-    item: str
-    qty: int
-    price: float
-    note: str
-
-
-class Pool:
-    """Stands for what a lifespan yields."""
-
-
-async def noop(order: Order) -> None: ...
-
-
-async def suspends(order: Order) -> None:
-    await asyncio.sleep(0)
-
-
-async def four(
-    order: Order, tenant: Annotated[str, Header("tenant")], message: Message, pool: Annotated[Pool, State]
-) -> None: ...
-
-
-async def around(message: Message, call_next: Next) -> object:
-    return await call_next(message)
-
-
-async def lifespan() -> AsyncIterator[Pool]:
-    yield Pool()
-
-
-def deliveries(count: int, keyed: bool) -> list[Delivery]:
-    """Each an object of its own, as a broker makes them, with a header and one of a thousand keys.
-
-    The headers are decoded already: how that is done is each broker's own matter.
-    """
+def source(count: int, keyed: bool = False) -> PreparedSource:
+    """A thousand messages with a header and a key each. The headers are decoded already: how that is done is each
+    broker's own matter."""
     pairs = (("tenant", b"acme"),)
-    keys = [f"key-{number}" for number in range(1000)]
-    return [
+    ring = [
         Delivery(name="orders", body=BODY, key=key, raw_headers=Headers.of(pairs), lane=key if keyed else None)
-        for key in itertools.islice(itertools.cycle(keys), count)
+        for key in [f"key-{number}" for number in range(1000)]
     ]
+    return PreparedSource(ring, count)
 
 
 def scenario(loop: str) -> Scenario:
@@ -138,37 +98,31 @@ async def _unit(count: int) -> Sample:
 
 
 async def _by_hand(count: int, handler: Callable[[Order], Any]) -> Sample:
-    source = PreparedSource(deliveries(count, keyed=False))
-    source.begin()
+    prepared = source(count)
+    prepared.begin()
     decode = msgspec.json.Decoder(Order).decode
     with Window() as window:
-        while source.left:
-            batch = await source.fetch(BATCH, 1 << 20)
+        while prepared.left:
+            batch = await prepared.fetch(BATCH, 1 << 20)
             for delivery in batch:
                 await handler(decode(delivery.body))
-            await source.settle([Settlement(delivery, ACK) for delivery in batch])
+            await prepared.settle([Settlement(delivery, ACK) for delivery in batch])
     return window.sample(count)
 
 
 async def _app(count: int, handler: Any, middleware: int, options: dict[str, Any]) -> Sample:
-    source = PreparedSource(deliveries(count, keyed="ordered_by" in options))
+    prepared = source(count, keyed="ordered_by" in options)
     app = App(
-        subscriber("orders", prefetch=BATCH, **options)(_fresh(handler)),
-        brokers={"default": PreparedBroker(source)},
+        subscriber("orders", prefetch=BATCH, **options)(fresh(handler)),
+        brokers={"default": PreparedBroker(prepared)},
         lifespan=lifespan,
         middleware=[around] * middleware,
     )
     async with app.running():
         with Window() as window:
-            source.begin()
-            await source.finished.wait()
+            prepared.begin()
+            await prepared.finished.wait()
     return window.sample(count)
-
-
-def _fresh(handler: Any) -> Any:
-    """The same function without the marks of other cases."""
-    handler.__dict__.clear()
-    return handler
 
 
 async def _faststream(count: int) -> Sample:

@@ -1,0 +1,32 @@
+"""Counts of what the code does for a message: they do not flutter, so a test compares them with what is stored."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import counts
+
+AGAIN = "if it is meant, store the new one: `python -m benchmarks --baseline`"
+
+
+def test_every_job_has_a_stored_count() -> None:
+    assert counts.stored().keys() == counts.JOBS.keys(), AGAIN
+
+
+@pytest.mark.parametrize("name", counts.JOBS)
+def test_a_message_costs_no_more_calls_than_it_did(name: str) -> None:
+    before, now = counts.stored()[name], counts.count_calls(counts.JOBS[name])
+    assert now.python <= before.python, (
+        f"{name}: {before.python} Python calls a message before, {now.python} now; {AGAIN}"
+    )
+    assert now.c <= before.c, f"{name}: {before.c} calls of C a message before, {now.c} now; {AGAIN}"
+
+
+def test_a_count_is_the_same_each_time() -> None:
+    job = counts.JOBS["consume, everything"]
+    assert counts.count_calls(job) == counts.count_calls(job)
+
+
+def test_nothing_stays_in_memory() -> None:
+    slope = counts.block_slope()
+    assert abs(slope) < 0.05, f"{slope} blocks of memory stay behind each message"
