@@ -24,7 +24,7 @@ from .suspects import is_condemned, is_suspect, names
 __all__ = ["Claimed", "Claimer"]
 
 log = logging.getLogger("streamfw.postgres")
-_order = attrgetter("priority", "id")
+_by_id, _by_priority = attrgetter("id"), attrgetter("priority", "id")
 _UNSEEN = 64 * 1024
 
 
@@ -98,9 +98,12 @@ class Claimer:
             )
             for i, a, _, p, t, m, k, h, b in rows
         ]  # fmt: skip
-        batch.sort(key=_order)  # `returning` promises no order
+        priorities = {d.priority for d in batch}
+        batch.sort(key=_by_id if len(priorities) == 1 else _by_priority)  # `returning` promises no order
         self._out.add(batch)
-        self._hint(batch, len(batch) == want)
+        for priority in priorities:
+            last = max([d.id for d in batch if d.priority == priority]) if len(priorities) > 1 else batch[-1].id
+            self._hints.claimed(priority, last, len(batch) == want)
         try:
             if None in [r[8] for r in rows]:
                 batch = await self._within(batch, claim, max_bytes)
@@ -114,13 +117,6 @@ class Claimer:
             raise
         self._grow()
         return Claimed(batch)
-
-    def _hint(self, batch: list[PostgresDelivery], full: bool) -> None:
-        last = batch[-1]
-        if batch[0].priority != last.priority:
-            for priority in {d.priority for d in batch}:
-                self._hints.claimed(priority, max([d.id for d in batch if d.priority == priority]), full)
-        self._hints.claimed(last.priority, last.id, full)
 
     def _learn(self, batch: list[PostgresDelivery]) -> None:
         average = sum([len(d.body) for d in batch]) / len(batch)
