@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import check, dlq, publish, run
+from . import check, dlq, postgres, publish, run
 
 __all__ = ["program"]
 
@@ -21,6 +21,7 @@ program.command("run")(run.run)
 program.command("check")(check.check)
 program.command("publish")(publish.publish)
 program.add_typer(dlq.commands, name="dlq")
+program.add_typer(postgres.commands, name="postgres")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,127 @@
+"""``streamfw postgres``: the schema's migrations, and how its queues are.
+
+The Postgres package is looked up when a command runs, as brokers are: the core imports none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.text import Text
+
+from streamfw.broker import Broker
+
+from .brokers import broker_of_command
+from .output import BrokerUrl, CommandError, console, reporting, say, table
+
+__all__ = ["commands"]
+
+commands = typer.Typer(help="Look after the tables of the Postgres broker.", no_args_is_help=True)
+
+
+def _postgres(url: str | None) -> tuple[Any, Broker]:
+    """The Postgres package, and the broker, which is one of its own."""
+    broker = broker_of_command(url)
+    try:
+        package: Any = importlib.import_module("streamfw_postgres")
+    except ImportError as error:
+        raise CommandError(f"this needs {error.name}; install it with: pip install 'streamfw[postgres]'") from error
+    if not isinstance(broker, package.PostgresBroker):
+        raise CommandError(f"{broker.describe()} is not Postgres: name one with --broker postgres://..")
+    return package, broker
+
+
+@commands.command("migrate")
+@reporting
+def migrate(
+    broker: BrokerUrl = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the SQL that would run, and change nothing.")] = False,
+) -> None:
+    """Bring the schema up to date. Safe while the service runs, and from many processes at once."""
+    package, target = _postgres(broker)
+    steps: list[str] = asyncio.run(package.migrate(target, plan=plan))
+    if plan:
+        print("\n\n".join(steps) if steps else "-- up to date: nothing to do")
+    elif steps:
+        for step in steps:
+            say(f"applied {step}")
+    else:
+        say("up to date: nothing to do")
+
+
+@commands.command("status")
+@reporting
+def status(
+    broker: BrokerUrl = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show what waits in every queue, since when, and how the table is."""
+    _, target = _postgres(broker)
+    found = asyncio.run(_status(target))
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return
+    _show_queues([msgspec.structs.asdict(queue) for queue in found.queues])
+    _show_table(msgspec.structs.asdict(found.table))
+
+
+async def _status(broker: Broker) -> Any:
+    async with broker.connect() as connection:
+        postgres: Any = connection
+        return await postgres.status()
+
+
+def _show_queues(queues: list[dict[str, Any]]) -> None:
+    if not queues:
+        say("There are no queues yet.")
+        return
+    columns = list(queues[0])
+    shown = table(*(column.replace("_", " ") for column in columns), title="Queues")
+    for column, first in zip(shown.columns, queues[0].values(), strict=True):
+        column.justify = "left" if isinstance(first, str | bool) else "right"
+    for queue in queues:
+        shown.add_row(*(Text(_cell(column, value)) for column, value in queue.items()))
+    console().print(shown)
+
+
+def _show_table(facts: dict[str, Any]) -> None:
+    shown = table("", "", title="Table")
+    shown.show_header = False
+    for name, value in facts.items():
+        shown.add_row(name.replace("_", " "), _cell(name, value))
+    console().print(shown)
+
+
+_AGES = {"oldest", "vacuumed", "oldest_transaction"}  # in seconds
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None:
+        return "never"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name in _AGES and isinstance(value, int | float):
+        return f"{_age(value)} ago" if name == "vacuumed" else _age(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if name == "group" and not value:
+        return "(none yet)"
+    return str(value)
+
+
+def _age(seconds: float) -> str:
+    """Seconds as a person reads them, to two places."""
+    if not seconds:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    if minutes < 60:
+        return f"{minutes} min {int(seconds) % 60} s"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes // 60 % 24} h"

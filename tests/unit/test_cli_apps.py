@@ -1,0 +1,290 @@
+"""The command line itself, finding an app, and ``streamfw check``."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from streamfw.broker import Capabilities
+from streamfw.cli.check import guarantees
+from streamfw.cli.program import program
+
+SHOP = """
+from streamfw import App, Batch, subscriber
+
+@subscriber("orders", workers=4, ordered_by="key", attempts=5)
+async def ship(order: dict) -> None: ...
+
+@subscriber("bills", dead_letter=None, group="accounts")
+async def bill(order: dict) -> None: ...
+
+class Own:
+    name = "own"
+    def __repr__(self):
+        return "Own('own')"
+
+@subscriber(Own())
+async def own(order: dict) -> None: ...
+
+app = App(ship, bill, name="shop")
+empty = App()
+audited = App(ship, name="shop", brokers={"audit": "memory://audit"})
+
+@audited.subscriber("audit", broker="audit")
+async def audit(order: dict) -> None: ...
+
+ours = App(own)
+wrong = App(ship)
+
+@wrong.subscriber("a", workers=0)
+async def first(body: int, more: int) -> None: ...
+
+@wrong.subscriber("b", broker="nowhere")
+async def second(body: int) -> None: ...
+
+class Holder:
+    app = app
+"""
+
+_numbers = itertools.count()
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module with apps, where the command runs. Each test has one of its own."""
+    name = f"shop{next(_numbers)}"
+    (tmp_path / f"{name}.py").write_text(SHOP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for variable in ("STREAMFW_CONFIG", "STREAMFW_BROKERS__DEFAULT__URL"):
+        monkeypatch.delenv(variable, raising=False)
+    yield name
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run() -> Run:
+    runner = CliRunner()
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        result = runner.invoke(program, list(arguments), catch_exceptions=False)
+        return result.exit_code, result.stdout, result.stderr
+
+    return run
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each line."""
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()]
+
+
+# -- the command line
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"streamfw {version('streamfw')}\n", "")
+
+
+def test_help_names_every_command(run: Run) -> None:
+    code, text, _ = run("--help")
+    assert code == 0
+    for command in ("run", "check", "publish", "dlq", "postgres"):
+        assert f" {command} " in text
+
+
+def test_importing_streamfw_imports_no_command_line() -> None:
+    code = "import streamfw, streamfw.cli, sys; print([m for m in ('typer', 'rich', 'click') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_extra_names_itself(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from streamfw.cli import main; main(['--version'])"
+    ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        f"streamfw: the command line needs {missing}; install it with: pip install 'streamfw[cli]'\n"
+    )
+
+
+# -- finding the app
+
+
+def test_the_module_is_found_where_the_command_runs(run: Run, module: str) -> None:
+    assert run("check", f"{module}:app")[0] == 0
+    assert run("check", f"{module}:Holder.app")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("{m}:ap", "has no 'ap'; Apps in it: app, empty, audited, ours, wrong; did you mean 'app'?"),
+        ("{m}:ship", "{m}:ship is a function, not an App; Apps in it: app, empty"),
+        ("{m}:Own", "{m}:Own is a type, not an App"),
+        ("{m}:Holder.other", "has no 'Holder.other'"),
+        ("{m}", "names a module; name the app in it, too: {m}:app or {m}:empty"),
+        ("{m}:", "names a module; name the app in it, too: {m}:app"),
+        ("{m}x:app", "there is no module '{m}x' in "),
+        ("{m}x:app", "did you mean '{m}'?"),
+        ("{m}.py:app", "is a path; name the module, as an import does: {m}:app"),
+        ("./src/{m}.py:app", "is a path; name the module, as an import does: src.{m}:app"),
+        ("{m}.below:app", "there is no module '{m}.below'"),
+        ("no such:app", "'no such:app' is not of the form module:app"),
+        (":app", "':app' is not of the form module:app"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_what_is_not_there(run: Run, module: str, command: str, target: str, said: str) -> None:
+    code, out, error = run(command, target.format(m=module))
+    assert (code, out) == (1, "")
+    assert said.format(m=module) in error
+    assert error.startswith("error: ")
+
+
+def test_a_module_without_an_app(run: Run, module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}_none.py").write_text("app = 3")
+    assert "is an int, not an App; there is no App in it" in run("check", f"{module}_none:app")[2]
+    assert "there is no App in it" in run("check", f"{module}_none")[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nothing_like_it", "failed: ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("PASSWORD = 'hidden'; 1 / 0", "failed: ZeroDivisionError: division by zero"),
+        ("raise SystemExit('not now')", "failed: SystemExit: not now"),
+        ("if True\n    pass", "failed: SyntaxError: expected ':'"),
+    ],
+)
+def test_a_module_that_fails(run: Run, module: str, tmp_path: Path, source: str, said: str) -> None:
+    """Where it failed is said, and no line of the source, which may hold a password."""
+    (tmp_path / f"{module}_bad.py").write_text(source)
+    code, _, error = run("check", f"{module}_bad:app")
+    assert code == 1
+    assert said in error
+    assert f"{module}_bad.py:1" in error
+    assert "Traceback" not in error
+    assert "hidden" not in error
+
+
+def test_an_error_of_ours_in_a_module_is_told_as_it_is(run: Run, module: str, tmp_path: Path) -> None:
+    source = "from streamfw import ConfigError; raise ConfigError('brokers.default.url', 'is wrong')"
+    (tmp_path / f"{module}_bad.py").write_text(source)
+    assert run("check", f"{module}_bad:app") == (1, "", "error: brokers.default.url: is wrong\n")
+
+
+# -- check
+
+
+def test_check_shows_the_subscribers(run: Run, module: str) -> None:
+    code, text, error = run("check", f"{module}:app")
+    assert (code, error) == (0, "")
+    cells = rows(text)
+    assert ["ship", "orders", "shop", "memory://", "4", "by key", "5", "orders.dead"] in cells
+    assert ["bill", "bills", "accounts", "memory://", "1", "none", "no limit", "none: discarded"] in cells
+    assert "bill: dead_letter=None, so what fails for good is discarded." in text
+
+
+def test_check_says_what_is_guaranteed(run: Run, module: str) -> None:
+    text = run("check", f"{module}:app")[1]
+    assert "Guarantees on memory:// for ship, bill" in text
+    assert "messages are in memory and die with it" in text
+    assert "over all processes of a group, by key" in text
+    assert "16,777,216 bytes" in text
+
+
+def test_each_broker_has_its_guarantees(run: Run, module: str) -> None:
+    text = run("check", f"{module}:audited")[1]
+    assert "Guarantees on memory:// for ship" in text
+    assert "Guarantees on audit: memory://audit for audit" in text
+
+
+def test_an_app_without_subscribers(run: Run, module: str) -> None:
+    assert run("check", f"{module}:empty") == (0, f"{module}:empty has no subscribers.\n", "")
+
+
+def test_check_tells_every_mistake(run: Run, module: str) -> None:
+    code, out, error = run("check", f"{module}:wrong")
+    assert (code, out) == (1, "")
+    lines = error.splitlines()
+    assert lines[0] == f"error: {module}:wrong cannot be built; 2 mistakes:"
+    assert lines[1].startswith("  1. first('a'): workers: 0 is below 1")
+    assert lines[2].startswith("  2. second('b'): there is no broker 'nowhere'")
+
+
+def test_check_tells_a_mistake_of_the_configuration(run: Run, module: str, tmp_path: Path) -> None:
+    (tmp_path / "streamfw.toml").write_text("drain_timeot = 3")
+    code, _, error = run("check", f"{module}:app")
+    assert code == 1
+    assert "1. drain_timeot: unknown option; did you mean 'drain_timeout'?" in error
+
+
+def test_who_could_move(run: Run, module: str) -> None:
+    code, text, _ = run("check", f"{module}:audited", "--broker", "memory://user:hidden@there")
+    assert "hidden" not in text
+    assert code == 0
+    cells = rows(text)
+    assert ["ship", "orders", "yes"] in cells
+    assert ["audit", "audit", "stays", "is on broker 'audit', not the default"] in cells
+    assert "Moving to memory://user@there" in text
+    assert "Guarantees on memory://user@there for ship" in text
+
+
+def test_the_configured_options_stay_with_their_kind_of_broker(
+    run: Run, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A URL is all that a swap takes: what only the configured kind has does not come along."""
+    (tmp_path / "streamfw.toml").write_text("[brokers.default]\nurl = 'postgres://localhost/shop'\npool_size = 3\n")
+    assert run("check", f"{module}:app", "--broker", "memory://")[0] == 0
+    del sys.modules[module]
+    (tmp_path / "streamfw.toml").write_text("[brokers.default]\nurl = 'memory://'\nmax_body = 33\n")
+    assert "33 bytes" in run("check", f"{module}:app", "--broker", "memory://other")[1]
+
+
+def test_a_broker_that_is_not_installed(run: Run, module: str) -> None:
+    code, text, error = run("check", f"{module}:app", "--broker", "nowhere://user:hidden@host")
+    assert code == 1
+    assert "1. brokers.default.url: 'nowhere://user@host' has no known scheme" in error
+    assert "unknown" in text
+    assert "hidden" not in text + error
+
+
+_KINDS = [
+    Capabilities(),
+    Capabilities(settlement="grouped", retry=True, attempts="durable", dead_letter=True, delay=0.05, kept=False),
+    Capabilities(settlement="positional", ordered_by=frozenset({"key", "partition"}), delay=1.0, max_body=1_000_000),
+    Capabilities(settlement="sent", transactions=True),
+]
+
+
+def test_guarantees_follow_the_capabilities() -> None:
+    words = [dict(guarantees(kind)) for kind in _KINDS]
+    assert [one["settlement"].partition(":")[0] for one in words] == ["at once", "in groups", "by position", "sent"]
+    assert [one["delays"] for one in words] == [
+        "no delayed publishing",
+        "never early, and late by about 50 ms at most while the consumers keep up",
+        "never early, and late by about 1 s at most while the consumers keep up",
+        "no delayed publishing",
+    ]
+    assert "a crash starts the count again" in words[0]["attempts"]
+    assert "does not start the count again" in words[1]["attempts"]
+    assert "kept in this process" in words[0]["retries"]
+    assert "given back" in words[1]["retries"]
+    assert words[0]["order"] == "none over the processes of a group"
+    assert "by key or partition" in words[2]["order"]
+    assert words[0]["transactions"] == "none"
+    assert "transactional=True" in words[3]["transactions"]
+    assert "in one step" in words[1]["dead letters"]
+    assert "a crash in between leaves both" in words[0]["dead letters"]
+    assert "Unroutable" in words[1]["first publish"]
+    assert "1,000,000 bytes" in words[2]["largest body"]
+    assert all("also after a crash" in one["delivery"] for one in words)
