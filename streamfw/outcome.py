@@ -56,11 +56,14 @@ class Drop(Outcome):
 
 
 class DeadLetter(Outcome):
-    """Put it aside, with `reason`, where a person or a program looks later (by default at ``<name>.dead``)."""
+    """Put it aside, with `reason`, where a person or a program looks later (by default at ``<name>.dead``).
+
+    The reason travels as a header: its first 1,024 bytes of UTF-8 are kept.
+    """
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason = _fit_for_a_header(str(reason))
         self.error_type = type(self).__name__
 
 
@@ -126,13 +129,17 @@ class Policy:
     def outcome(self, message: Message, result: object) -> Outcome:
         """The outcome of `message`, whose handler returned or raised `result`."""
         if isinstance(result, Outcome):
-            # A raised outcome carries a traceback, whose frames hold the message: never kept.
-            return self._limited(message, result.with_traceback(None), None)
+            # A raised outcome carries tracebacks, whose frames hold the message: never kept.
+            result.__traceback__ = result.__context__ = result.__cause__ = None
+            return self._limited(message, result, None)
         if not isinstance(result, BaseException):
             return ACK  # a value: a reply, or for unit tests; `publishes=` has taken it already
         for kind, rule in self._rules:
             if isinstance(result, kind):
-                return self._limited(message, self._by_rule(rule, result), result)
+                try:
+                    return self._limited(message, self._by_rule(rule, result), result)
+                except Exception as broken:  # the user's own function: a failure of this message, not of the app
+                    return self._limited(message, Retry(), broken)
         if isinstance(result, MessageError):
             return self._limited(message, dead_letter(result), result)
         return self._limited(message, Retry(), result)
@@ -162,6 +169,16 @@ class Policy:
 
 def dead_letter(error: BaseException) -> DeadLetter:
     """A dead letter for `error`: its type and at most 1 kB of its message; no traceback, which may carry data."""
-    outcome = DeadLetter(f"{type(error).__name__}: {error}"[:1024])
+    try:
+        text = str(error)
+    except Exception:  # anybody may write a __str__ that fails
+        text = "(its text cannot be had)"
+    outcome = DeadLetter(f"{type(error).__name__}: {text}")
     outcome.error_type = type(error).__qualname__
     return outcome
+
+
+def _fit_for_a_header(text: str) -> str:
+    """At most 1 kB that every broker takes: UTF-8 without NUL and lone surrogates."""
+    encoded = text[:1024].replace("\0", "\\0").encode(errors="backslashreplace")
+    return encoded[:1024].decode(errors="ignore")
