@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamfw.broker import Source
-from streamfw.errors import BrokerError, SettleError
+from streamfw.errors import BrokerError, PartialFailure, SettleError
 from streamfw.handler import Call
-from streamfw.outcome import ACK, RELEASE, SETTLED, Outcome, Policy
+from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy
 
 __all__ = ["transactional"]
 
@@ -18,34 +18,56 @@ logger = logging.getLogger("streamfw")
 
 def transactional(call: Call, source: Callable[[], Source], policy: Policy, batch: bool) -> Call:
     """`call` inside `Source.transaction`: an acknowledgement is settled in it; anything else rolls it back and is
-    settled like any other outcome. A batch has one outcome."""
+    settled like any other outcome. A batch has one outcome.
+
+    What the transaction itself raises is told apart from what the handler raises (which may be a broker's error, too):
+    the handler's is a failure; a transaction that broke counts for nothing, and the message is done again here. It may
+    have been committed: then the repetition is fenced, for the message is not ours any more.
+    """
 
     async def call_in_transaction(message: Any) -> Any:
         deliveries: Sequence[Any] = message.messages if batch else (message,)
+        failure: BaseException | None = None
         try:
             async with source().transaction(deliveries) as unit:
                 message.unit = unit
                 try:
-                    result = await call(message)
+                    outcome = _one_outcome(await _result(call, message), message, policy, batch)
+                except BaseException as error:
+                    failure = error
+                    raise
                 finally:
                     message.unit = None
-                outcome = _one_outcome(result, message, policy, batch)
                 if outcome is not ACK:
                     return outcome  # leaving without finish rolls back
                 await unit.finish(ACK)
+        except PartialFailure as partial:
+            # Everything was rolled back, so nothing of the batch may be acknowledged.
+            raise _first_error(partial) from partial
         except SettleError as error:
-            logger.warning("%s; its transaction was rolled back", error)
-            for delivery in deliveries:
-                delivery.lost = True
-        except BrokerError as error:
-            if not error.transient:
+            if error is failure:
                 raise
-            # It may have been committed. The message is done again here, and fenced: then it is not ours any more.
+            logger.warning("%s; its transaction was rolled back", error)
+            error.delivery.lost = True
+            return RELEASE  # of a batch, the others are still ours
+        except BrokerError as error:
+            if error is failure or not error.transient:
+                raise
             logger.warning("the transaction of message %s broke: %s", deliveries[0].message_id, error)
             return RELEASE
+        finally:
+            failure = None  # no cycle through this frame
         return SETTLED
 
     return call_in_transaction
+
+
+async def _result(call: Call, message: Any) -> Any:
+    """What the handler returned, or the outcome that it raised: both mean the same, so an `Ack` commits either way."""
+    try:
+        return await call(message)
+    except Outcome as raised:
+        return raised
 
 
 def _one_outcome(result: Any, message: Any, policy: Policy, batch: bool) -> Outcome:
@@ -53,6 +75,13 @@ def _one_outcome(result: Any, message: Any, policy: Policy, batch: bool) -> Outc
         return ACK
     if batch:
         if isinstance(result, Outcome):
-            return result
+            return ACK if isinstance(result, Ack) else result
         raise TypeError("a transactional batch has one outcome: return nothing or one, or raise")
     return policy.outcome(message, result)
+
+
+def _first_error(partial: PartialFailure) -> BaseException:
+    for _, error in sorted(partial.errors.items()):
+        if isinstance(error, BaseException):
+            return error
+    return TypeError("a transactional batch has one outcome: it cannot fail in part")
