@@ -24,7 +24,7 @@ from .message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Me
 from .middleware import Middleware, compose
 from .outcome import DeadLetter, Outcome, Policy
 from .publisher import Publisher, send
-from .runtime.pump import Plan
+from .runtime.plan import Plan
 from .runtime.transaction import transactional
 from .subscriber import DEFAULT_DEAD_LETTER, Declaration
 

@@ -9,18 +9,18 @@ behind it in its lane are tried again with it.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from contextvars import copy_context
 from typing import Any
 
 from streamfw.broker import Delivery, Settlement
 from streamfw.errors import DecodeError, PartialFailure
 from streamfw.handler import MessageBatch
-from streamfw.outcome import ACK, RELEASE, Outcome, Retry
+from streamfw.outcome import ACK, RELEASE, Outcome
 from streamfw.subscriber import Batch
 
-from .crew import Crew, Slot, apart, clean_context
+from .context import apart, clean_context
+from .crew import Crew, Slot
 from .signal import Signal
 
 __all__ = ["BatchCrew"]
@@ -32,17 +32,8 @@ class BatchCrew(Crew):
     batch: Batch
     decode: Callable[[Any], Any] | None = None
 
-    def start(self) -> None:
-        self._lingering: set[Signal] = set()
-        super().start()
-
     def work(self, slot: Slot) -> Coroutine[Any, Any, None]:
         return self._work_batches(slot)
-
-    def hold(self) -> None:
-        super().hold()
-        for woken in self._lingering:
-            woken.set()
 
     async def _work_batches(self, slot: Slot) -> None:
         clean = clean_context()
@@ -51,12 +42,15 @@ class BatchCrew(Crew):
                 if self.stopping:
                     return
                 await self.rest()
+            # Until the handler begins, this is what the worker holds: whoever holds the crew empties it.
             messages: list[Delivery] = []
+            slot.holds = messages
             self._collect(messages)
             if not messages:
                 continue
-            if len(messages) < self.batch.size and self.batch.wait and not self.stopping:
-                await self._linger(slot, messages)
+            if len(messages) < self.batch.size and self.batch.wait:
+                await self._linger(messages)
+            slot.holds = []
             if self.ready and self.idle:
                 self.wake()
             if messages:
@@ -66,8 +60,8 @@ class BatchCrew(Crew):
             except Exception:  # a value whose == fails
                 fit = False
             if not fit:
-                return self.retire(slot, None)
-            slot.started, slot.message, slot.holds = 0.0, None, None
+                return self.retire(slot, [])
+            slot.message = None
             await asyncio.sleep(0)  # a batch is worth a turn of the loop
 
     def _collect(self, messages: list[Delivery]) -> None:
@@ -88,58 +82,42 @@ class BatchCrew(Crew):
                 ours.add(lane)
             messages.append(message)
 
-    async def _linger(self, slot: Slot, messages: list[Delivery]) -> None:
+    async def _linger(self, messages: list[Delivery]) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.batch.wait
-        slot.holds = messages[0]  # others see that this worker has something
-        try:
-            while len(messages) < self.batch.size and not self.stopping and self.shelf is None:
-                left = deadline - loop.time()
-                if left <= 0:
-                    break
-                woken = Signal()
-                self.idle.append(woken)  # an arrival wakes it like an idle worker
-                self._lingering.add(woken)
-                try:
-                    await woken.wait_for(left)
-                finally:
-                    self._lingering.discard(woken)
-                    if woken in self.idle:
-                        self.idle.remove(woken)
-                self._spare = False
-                self._collect(messages)
-        except BaseException:
-            self._hand_back(messages)
-            raise
-        finally:
-            slot.holds = None
-        if self.shelf is not None or self.stopping:
-            # Nothing new begins: back in order. In a drain the source's close gives them back.
-            taken = messages[:]
-            messages.clear()
-            self._hand_back(taken)
-
-    def _hand_back(self, messages: Sequence[Delivery]) -> None:
-        parked = [
-            p for lane in dict.fromkeys(m.lane for m in messages) if lane is not None for p in self.lanes.reopen(lane)
-        ]
-        if not self.stopping:
-            self.front([*messages, *parked])
+        while len(messages) < self.batch.size and self.shelf is None and not self.stopping:
+            left = deadline - loop.time()
+            if left <= 0:
+                break
+            woken = Signal()
+            self.idle.append(woken)  # an arrival wakes it like an idle worker
+            try:
+                await woken.wait_for(left)
+            finally:
+                if woken in self.idle:
+                    self.idle.remove(woken)
+                else:
+                    self._spare = False
+            self._collect(messages)
 
     async def _handle(self, slot: Slot, messages: list[Delivery]) -> None:
+        lanes = dict.fromkeys(message.lane for message in messages if message.lane is not None)
+        kept = [message for message in messages if not message.lost]
+        for message in messages:
+            if message.lost:  # while it lingered
+                self._forget(message)
         bad: list[tuple[Delivery, Outcome]] = []
-        good, values = self._decoded(messages, bad)
+        good, values = self._decoded(kept, bad)
         outcomes: Sequence[Outcome] = ()
         if good:
             batch = MessageBatch(list(good), values)
             slot.message, slot.started = batch, self.clock()
             outcomes = await self._call(slot, good, batch)
-        self._settle(messages, {id(m): o for m, o in [*zip(good, outcomes, strict=True), *bad]})
+        self._settle(kept, {id(m): o for m, o in [*zip(good, outcomes, strict=True), *bad]}, lanes)
 
     async def _call(self, slot: Slot, good: list[Delivery], batch: MessageBatch) -> list[Outcome]:
         try:
-            call = self.call(batch)
-            result = await (apart(call, copy_context()) if self.isolated else call)
+            result = await (apart(self.call, batch, copy_context()) if self.isolated else self.call(batch))
         except PartialFailure as partial:
             result = partial
         except BaseException as error:
@@ -154,7 +132,7 @@ class BatchCrew(Crew):
     ) -> tuple[list[Delivery], list[Any]]:
         decode = self.decode
         if decode is None:
-            return messages, messages  # the handler takes the messages themselves
+            return messages, list(messages)  # the handler takes the messages themselves, in a list of its own
         good: list[Delivery] = []
         values: list[Any] = []
         for message in messages:
@@ -177,14 +155,14 @@ class BatchCrew(Crew):
             wrong = [index for index in result.errors if not 0 <= index < len(good)]
             if wrong:
                 raise IndexError(f"PartialFailure names the elements {wrong} of a batch of {len(good)}")
-            return [
-                self.policy.outcome(message, result.errors[index]) if index in result.errors else ACK
-                for index, message in enumerate(good)
-            ]
+            result = [result.errors.get(index) for index in range(len(good))]
         if not isinstance(result, list | tuple) or len(result) != len(good):
             raise TypeError(
                 f"a batch handler returns None or one outcome an element ({len(good)}), not {result!r:.200}"
             )
+        for one in result:
+            if one is not None and not isinstance(one, BaseException):
+                raise TypeError(f"the outcome of an element is None, an outcome or an exception, not {one!r:.200}")
         return [
             ACK if one is None else self.policy.outcome(message, one) for message, one in zip(good, result, strict=True)
         ]
@@ -197,30 +175,23 @@ class BatchCrew(Crew):
             error = TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
         return [first, *(self.policy.outcome(message, error) for message in good[1:])]
 
-    def _settle(self, messages: list[Delivery], outcomes: dict[int, Outcome]) -> None:
-        """Settle each; lanes of a batch end, or stay with what is tried again."""
-        again: dict[Any, list[Delivery]] = {}
-        lanes = dict.fromkeys(m.lane for m in messages if m.lane is not None)
-        released: list[Delivery] = []
+    def _settle(self, messages: list[Delivery], outcomes: dict[int, Outcome], lanes: dict[Hashable, None]) -> None:
+        """Settle each; the batch's `lanes` end, or stay with what is tried again."""
+        again: dict[Hashable, list[Delivery]] = {}
         for message in messages:
-            outcome = outcomes[id(message)]
-            if message.lane is not None and message.lane in again:
-                again[message.lane].append(message)
+            outcome, lane = outcomes[id(message)], message.lane
+            if lane is not None and lane in again:
+                again[lane].append(message)
             elif outcome is ACK:
                 self._done.append(Settlement(message, ACK))
-            elif outcome is RELEASE and not self.stopping:
-                released.append(message)
-            elif self._odd(message, outcome) and isinstance(outcome, Retry) and message.lane is not None:
-                again[message.lane] = []
+            elif self._odd(message, outcome) and lane is not None:
+                again[lane] = []
         self._to_settle.set()
+        if self.stopping:
+            return  # all that is not settled is left to the source
         for lane, behind in again.items():
-            # Its head waits for its timer and keeps the lane; those behind it in this batch go before what is parked.
-            queue = self.lanes.table[lane] or deque()
-            queue.extendleft(reversed(behind))
-            self.lanes.table[lane] = queue
-            self.lanes.held += len(behind)
-        if released:
-            self._hand_back(released)
+            # Its head waits and keeps the lane; those behind it in this batch go before what is parked.
+            self.lanes.put_first(lane, behind)
         for lane in lanes:
-            if lane not in again and lane in self.lanes.table:
-                self.front(self.lanes.reopen(lane))
+            if lane not in again:
+                self.front(list(self.lanes.table.pop(lane, None) or ()))

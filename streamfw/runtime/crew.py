@@ -19,18 +19,17 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
-import sys
-import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextvars import Context, copy_context
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
 from streamfw.broker import Delivery, Settlement
 from streamfw.handler import Call
-from streamfw.outcome import ACK, RELEASE, SETTLED, Outcome, Policy
+from streamfw.outcome import ACK, RELEASE, Outcome, Policy
 
+from .context import apart, clean_context, one_turn
 from .lanes import Lanes
 from .signal import Signal
 
@@ -40,21 +39,25 @@ SLICE = 0.001  # seconds a pump may run in one turn of the loop (a turn costs 2 
 
 
 class Slot:
-    """What others know of a worker. The timer reads `started`; `message` is what its handler runs on."""
+    """What others know of a worker. `message` is what its handler runs on, since `started` (the timer reads both).
+
+    `holds` is what it will begin next, while it lets the loop turn or lingers: whoever holds or ends the crew takes it
+    away by emptying the list, so a worker looks there when it goes on.
+    """
 
     __slots__ = ("expired", "holds", "message", "spoiled", "started", "task")
     task: asyncio.Task[None]
 
     def __init__(self) -> None:
-        self.started = 0.0  # 0: not in a handler
+        self.started = 0.0
         self.message: object = None
         self.spoiled = False  # somebody cancelled the task: not fit for another message
         self.expired = False  # it was the timeout
-        self.holds: Delivery | None = None  # the next of its lane, while it lets the loop turn
+        self.holds: list[Delivery] = []
 
     @property
     def busy(self) -> bool:
-        return self.started != 0.0 or self.holds is not None
+        return self.message is not None or bool(self.holds)
 
 
 class Crew:
@@ -85,7 +88,7 @@ class Crew:
         self.stopping = False
         self.isolated = False
         self.replaced = self.timeouts = 0
-        self.quiet = Signal()
+        self.quiet: set[Signal] = set()  # of those who wait until nothing runs
         self._odd, self._forget, self._dry, self._on_failure = odd, forget, dry, failed
         self._to_settle, self._done = to_settle, done
         self._spare = self._marked = False
@@ -152,7 +155,7 @@ class Crew:
                         slot.started = now
                         try:
                             if isolated:
-                                result = await apart(call(message), copy_context())
+                                result = await apart(call, message, copy_context())
                             else:
                                 result = await call(message)
                             outcome = ACK if result is None else policy.outcome(message, result)
@@ -173,7 +176,7 @@ class Crew:
                     except Exception:  # a value whose == fails
                         fit = False
                     if not fit:
-                        return self.retire(slot, following)
+                        return self.retire(slot, [following] if following is not None else [])
                     now = clock()  # serves two: the slice and the timeout
                     if now > self._slice_end:
                         if self._marked:  # the loop has not turned since this slice began
@@ -182,18 +185,19 @@ class Crew:
                     if following is None:
                         break
                     message = following
-            slot.started = 0.0
-            slot.message = None
+            slot.message = result = None
+            del message  # a worker at rest keeps no body alive
 
     async def _pass(self, slot: Slot, following: Delivery | None) -> Delivery | None:
         """Let the loop turn once; what this worker was to do next is known to others meanwhile."""
-        slot.started, slot.message, slot.holds = 0.0, None, following
-        await one_turn()
-        slot.holds = None
-        if following is not None and self.shelf is not None:
-            self.give_back(following)
+        slot.message = None
+        if following is None:
+            await one_turn()
             return None
-        return following
+        slot.holds = holds = [following]
+        await one_turn()
+        slot.holds = []
+        return following if holds else None
 
     async def rest(self) -> None:
         """Wait to be woken: there is nothing to do."""
@@ -233,28 +237,29 @@ class Crew:
     def _unmark(self) -> None:
         self._marked = False
 
-    def retire(self, slot: Slot, following: Delivery | None) -> None:
-        """This task is not as it was: replace it."""
+    def retire(self, slot: Slot, following: list[Delivery]) -> None:
+        """This task is not as it was: replace it. `following` is what it would have begun next, in lanes of its own."""
         self.replaced += 1
         if not slot.spoiled and not self.isolated:
             self.isolated = True
             self.warn("the handler leaves context variables set; each of its messages gets a context of its own now")
         self.slots.discard(slot)
-        if following is not None:  # its lane is still ours: give it back
-            self.give_back(following)
+        self.give_back(following)
         if not self.stopping:
             self._spawn()
 
     def outcome_of(self, slot: Slot, message: Any, error: BaseException) -> Outcome:
         """The outcome of a handler that raised `error`."""
         if isinstance(error, asyncio.CancelledError):
-            if not slot.expired or self.stopping:
-                slot.spoiled = True
+            slot.spoiled = True
+            if not slot.expired:
                 return RELEASE  # cancelled is unsettled: no acknowledgement, no failure, no attempt
             self.timeouts += 1
             error = TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
         elif not isinstance(error, Exception):
             raise error
+        elif slot.spoiled and not slot.expired and not isinstance(error, Outcome):
+            return RELEASE  # the drain cancelled it, and a library made an error of its own of that
         return self.policy.outcome(message, error)
 
     # -- what is ready
@@ -267,13 +272,16 @@ class Crew:
         self.ready.extend(batch)
         self.wake()
 
-    def give_back(self, delivery: Delivery) -> None:
-        """Give up the lane of `delivery`: it and all behind it are taken again, in order, before anything else."""
-        parked = self.lanes.reopen(delivery.lane) if delivery.lane is not None else []
-        self.front([delivery, *parked])
+    def give_back(self, deliveries: list[Delivery]) -> None:
+        """Give up the lanes of `deliveries`: they, and all behind them, are taken again, in order, before anything
+        else."""
+        if deliveries:
+            self.front([*deliveries, *self.lanes.reopen(deliveries)])
 
     def front(self, deliveries: list[Delivery]) -> None:
-        """Put deliveries before everything else that is ready."""
+        """Put deliveries before everything else that is ready. Once the crew ends they are left to the source."""
+        if self.stopping:
+            return
         if self.shelf is not None:
             self.shelf[:0] = deliveries
             return
@@ -281,14 +289,25 @@ class Crew:
         self.wake()
 
     def hold(self) -> None:
-        """Start nothing new: what is ready or parked goes to the shelf, in order."""
+        """Start nothing new: what is ready, parked or about to begin goes to the shelf, in order."""
         if self.shelf is None:
-            self.shelf = [*self.lanes.take_parked(), *self.ready]
+            parked = self.lanes.take_parked()
+            self.shelf = [*self._take_begun(), *parked, *self.ready]
             self.ready.clear()
+
+    def _take_begun(self) -> list[Delivery]:
+        """Take what workers are about to begin away from them, and give up its lanes (nothing is parked in them)."""
+        begun: list[Delivery] = []
+        for slot in self.slots:
+            begun += slot.holds
+            slot.holds.clear()
+        self.lanes.reopen(begun)
+        return begun
 
     def unhold(self, drop: Callable[[Delivery], bool] | None = None) -> int:
         """Go on with what is on the shelf, except what matches `drop`; return how many did."""
-        shelf, self.shelf = self.shelf or [], None
+        # What was parked since: behind what was tried again, so before the shelf's own of that lane.
+        shelf, self.shelf = [*self.lanes.take_parked(), *(self.shelf or ())], None
         kept = shelf if drop is None else [delivery for delivery in shelf if not drop(delivery)]
         self.front(kept)
         return len(shelf) - len(kept)
@@ -299,8 +318,9 @@ class Crew:
 
     def hush(self) -> None:
         """Tell who waits for it that nothing runs (see `Pump.quiesce`)."""
-        if self.quiet.waiter is not None and not self.running:
-            self.quiet.set()
+        if self.quiet and not self.running:
+            for waiting in self.quiet:
+                waiting.set()
 
     # -- timeout: one timer a pump. It sleeps until the oldest running handler could expire.
 
@@ -310,7 +330,7 @@ class Crew:
         now, timeout = self.clock(), self.timeout
         following = now + timeout
         for slot in self.slots:
-            if slot.started and not slot.spoiled:
+            if slot.message is not None and not slot.spoiled:
                 expires = slot.started + timeout
                 if expires <= now:
                     slot.spoiled = slot.expired = True
@@ -321,55 +341,29 @@ class Crew:
 
     # -- the end
 
-    async def end(self, deadline: float) -> None:
-        """Let what runs finish until `deadline` (of the loop's clock), then cancel it. Nothing new begins."""
+    def abandon(self) -> None:
+        """Begin nothing more: what has not begun is left to the source, which gives it back when it closes."""
         self.stopping = True
+        self.shelf = None
+        self.ready.clear()
+        self.lanes.take_parked()
+        self.lanes.cancel(lambda delivery: True)
+        self._take_begun()
+
+    async def end(self, deadline: float) -> None:
+        """Let what runs finish until `deadline` (of the loop's clock), then cancel it. Needs `abandon` first."""
         while self.idle:
             self.idle.pop().set()
-        if tasks := [slot.task for slot in self.slots]:
-            _, late = await asyncio.wait(tasks, timeout=max(0.0, deadline - self._loop.time()))
-            for task in late:
-                task.cancel()
-            while late:  # a handler may swallow one cancellation; it is told again
-                _, late = await asyncio.wait(late, timeout=1.0)
-                for task in late:
-                    task.cancel()
-                if late and self._loop.time() > deadline + 5.0:
-                    self.warn(f"{len(late)} handlers do not end when they are cancelled; they are left behind")
-                    break
+        late = {slot.task for slot in self.slots}
+        if late:
+            _, late = await asyncio.wait(late, timeout=max(0.0, deadline - self._loop.time()))
+        while late:  # a handler may swallow one cancellation; it is told again
+            for slot in self.slots:
+                slot.spoiled = True
+                slot.task.cancel()
+            _, late = await asyncio.wait(late, timeout=1.0)
+            if late and self._loop.time() > deadline + 5.0:
+                self.warn(f"{len(late)} handlers do not end when they are cancelled; they are left behind")
+                break
         if self._alarm is not None:
             self._alarm.cancel()
-
-
-def clean_context() -> Context:
-    """The context a worker starts from. The first Decimal operation sets a context variable: set it before we look."""
-    if "decimal" in sys.modules:
-        sys.modules["decimal"].getcontext()
-    return copy_context()
-
-
-def is_settled(outcome: Outcome) -> bool:
-    """Whether the delivery was settled inside its own transaction."""
-    return outcome is SETTLED
-
-
-@types.coroutine
-def one_turn() -> Generator[None, None, None]:
-    """Let the loop turn once."""
-    yield
-
-
-@types.coroutine
-def apart(awaitable: Any, context: Context) -> Generator[Any, Any, Any]:
-    """Await with each step in `context`; the task stays this one, so timeouts and cancellation work."""
-    coroutine = awaitable if hasattr(awaitable, "send") else awaitable.__await__()
-    run, step, value = context.run, coroutine.send, None
-    while True:
-        try:
-            awaited = run(step, value)
-        except StopIteration as stop:
-            return stop.value
-        try:
-            step, value = coroutine.send, (yield awaited)
-        except BaseException as error:  # cancellation, and GeneratorExit from close()
-            step, value = coroutine.throw, error

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 
 from streamfw.broker import Delivery
 
@@ -42,6 +42,15 @@ class Lanes:
         if lane in self.waiting:
             self.held += 1
 
+    def put_first(self, lane: Hashable, deliveries: Sequence[Delivery]) -> None:
+        """Put deliveries behind the one that has the lane, and before all that is parked in it."""
+        parked = self.table[lane]
+        if parked is None:
+            parked = self.table[lane] = deque()
+        parked.extendleft(reversed(deliveries))
+        if lane in self.waiting:
+            self.held += len(deliveries)
+
     def wait(self, delivery: Delivery, seconds: float) -> None:
         """Keep `delivery` (and its lane, if it has one) for `seconds`, then hand it to `again`."""
         lane = delivery.lane
@@ -63,9 +72,10 @@ class Lanes:
             self.waiting.discard(delivery.lane)
             self.held -= len(self.table.get(delivery.lane) or ())
 
-    def reopen(self, lane: Hashable) -> list[Delivery]:
-        """Give the lane up; return what was parked, in order, to be taken again."""
-        return list(self.table.pop(lane, None) or ())
+    def reopen(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Give up the lanes of `deliveries`, none of which waits; return what was parked in them, in order."""
+        lanes = dict.fromkeys(delivery.lane for delivery in deliveries)
+        return [parked for lane in lanes if lane is not None for parked in self.table.pop(lane, None) or ()]
 
     def take_parked(self) -> list[Delivery]:
         """Empty every lane's queue, leaving the lanes themselves to whom they belong; in order within each lane."""
@@ -78,19 +88,15 @@ class Lanes:
                 queue.clear()
         return parked
 
-    def cancel(self, drop: Callable[[Delivery], bool]) -> list[Delivery]:
-        """Stop waiting for what `drop` names; return it. Its lanes are closed (nothing may be parked in them)."""
+    def cancel(self, drop: Callable[[Delivery], bool]) -> tuple[list[Delivery], list[Delivery]]:
+        """Stop waiting for what `drop` names; return it, and what was parked behind it, whose lanes are given up."""
         gone = [delivery for _, delivery in self._timers.values() if drop(delivery)]
         for delivery in gone:
             self._timers.pop(id(delivery))[0].cancel()
             self._unhold(delivery)
-            if delivery.lane is not None:
-                self.table.pop(delivery.lane, None)
-        return gone
+        return gone, self.reopen(gone)
 
-    def __iter__(self) -> Iterator[Delivery]:
-        """Everything that waits or is parked."""
-        for _, delivery in self._timers.values():
-            yield delivery
-        for queue in self.table.values():
-            yield from queue or ()
+    @property
+    def parked(self) -> int:
+        """How many are parked. Counted now: no message pays for it."""
+        return sum(len(queue) for queue in self.table.values() if queue)

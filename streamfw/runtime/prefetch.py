@@ -5,6 +5,9 @@ Theory of operation
     Then it follows what the workers *took*, not what was claimed (growth makes room, room makes claims, so the rate of
     claims chases itself; measured: 16 times too much): about a tenth of a second of work, at least two messages a
     worker, at most `most` and the byte budget. Sans-I/O: the fetcher reports, and asks.
+
+    What waits for a retry, and what is parked behind it, does not count against the size (one blocked key must not stop
+    the others), but it does against the bytes: they are in this process all the same.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class Prefetch:
         self.size = max(fixed if fixed is not None else min(start, self._most), 1 if self._fixed else self._least)
         self.max_bytes = max_bytes
         self.average = 0.0  # bytes of a body, lately
-        self._looked, self._before = 0.0, 0
+        self._looked: float | None = None
+        self._before = 0
 
     def saw(self, count: int, size: int) -> None:
         """A fetch brought `count` messages of `size` bytes together. Grows at once and shrinks slowly: memory is what
@@ -35,34 +39,40 @@ class Prefetch:
         mean = size / count
         self.average = mean if mean > self.average else self.average * 0.9 + mean * 0.1
 
+    def due(self, now: float) -> bool:
+        """Whether it is time for another look."""
+        return not self._fixed and (self._looked is None or now - self._looked >= INTERVAL)
+
     def adapt(self, taken: int, now: float, dry: bool) -> None:
-        """`taken` is how many messages workers have begun in all; `dry`: they had nothing to do before this fetch."""
-        if self._fixed:
+        """`taken` is how many messages workers have begun in all; `dry`: they had nothing to do before this fetch. Only
+        when it is `due`."""
+        before, looked = self._before, self._looked
+        self._before, self._looked = taken, now
+        if looked is None:
             return
-        passed = now - self._looked
-        if passed < INTERVAL:
-            return
-        rate = (taken - self._before) / passed
-        first = not self._looked
-        self._looked, self._before = now, taken
-        if first:
-            return
-        wanted = int(rate * HORIZON)
+        wanted = int((taken - before) / (now - looked) * HORIZON)
         if dry:  # the rate was bounded by us, not by the workers
             wanted = max(wanted, self.size)
         # At most half or double in one look: a pause of the process must not empty the buffer.
         wanted = min(max(wanted, self.size // 2), self.size * 2)
         self.size = min(max(wanted, self._least), self._most)
 
-    def room(self, in_flight: int) -> int:
-        """How many messages may be fetched now, by count and by bytes."""
-        free = self.size - in_flight
-        if self.average and (in_flight + free) * self.average > self.max_bytes:
-            free = int(self.max_bytes / self.average) - in_flight
-            if free <= 0 and in_flight == 0:
+    @property
+    def capacity(self) -> int:
+        """How many messages there may be at once, by count and by bytes; at least one, however large."""
+        if not self.average:
+            return self.size
+        return max(1, min(self.size, int(self.max_bytes / self.average)))
+
+    def room(self, active: int, held: int) -> int:
+        """How many messages may be fetched now, with `active` of them at hand and `held` behind retries."""
+        free = self.size - active
+        if self.average:
+            free = min(free, int(self.max_bytes / self.average) - active - held)
+            if free <= 0 and active == 0 and held == 0:
                 return 1  # one message larger than the whole budget still comes, alone
         return free
 
-    def bytes_left(self, in_flight: int) -> int:
-        """The byte budget that is left, at least one byte (a single larger message comes alone)."""
-        return max(1, int(self.max_bytes - in_flight * self.average))
+    def bytes_left(self, count: int) -> int:
+        """The byte budget that `count` messages leave, at least one byte (a single larger message comes alone)."""
+        return max(1, int(self.max_bytes - count * self.average))

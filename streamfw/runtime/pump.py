@@ -12,62 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal
 
-import msgspec
-
-from streamfw.broker import Capabilities, Connection, Delivery, Health, Settlement, Source, Subscription
+from streamfw.broker import Connection, Delivery, Health, Settlement, Source
 from streamfw.errors import BrokerClosed, BrokerError, SettleError
-from streamfw.handler import Call
-from streamfw.outcome import RELEASE, SETTLED, DeadLetter, Drop, Outcome, Policy, Retry
-from streamfw.subscriber import Batch
+from streamfw.outcome import RELEASE, SETTLED, DeadLetter, Drop, Outcome, Retry
 
 from .batches import BatchCrew
 from .crew import Crew
 from .lanes import Lanes
+from .plan import Counters, Plan
 from .prefetch import Prefetch
 from .settler import Settler, backoff
 from .signal import Signal
 
-__all__ = ["Counters", "Plan", "Pump"]
+__all__ = ["Pump"]
 
 logger = logging.getLogger("streamfw")
 TICK = 1.0  # seconds between two looks at what is at hand
 GRACE = 5.0  # seconds for the last settlements, after the handlers' own deadline
-
-
-class Plan(msgspec.Struct, kw_only=True):
-    """Everything the pump of one subscriber needs, decided at build."""
-
-    where: str
-    subscription: Subscription
-    capabilities: Capabilities
-    call: Call
-    policy: Policy
-    workers: int = 1
-    batch: Batch | None = None
-    decode: Callable[[object], object] | None = None
-    timeout: float | None = None
-    prefetch: int | None = None
-    max_bytes: int = 64 * 1024 * 1024
-    held: int = 10_000
-    dead_letter: Callable[[Delivery, DeadLetter], Awaitable[None]] | None = None
-    clock: Callable[[], float] = time.monotonic
-
-
-class Counters(msgspec.Struct):
-    """What a pump has done; touched once a group, or in cold paths. Acknowledged is `settled` less the others."""
-
-    fetched: int = 0
-    settled: int = 0
-    retried: int = 0
-    dropped: int = 0
-    dead: int = 0
-    released: int = 0
-    lost: int = 0
-    reopened: int = 0
+PAUSE = (0.05, 0.5)  # seconds before what was cancelled by somebody is tried again
 
 
 class Pump:
@@ -77,8 +43,9 @@ class Pump:
         self.plan = plan
         self.counters = Counters()
         self.in_flight = 0
-        self.state: Literal["starting", "live", "broken", "stopped"] = "starting"
+        self.state: Literal["starting", "live", "draining", "stopped"] = "starting"
         self.error: BaseException | None = None
+        self.troubles: dict[str, BaseException] = {}  # what does not work at present, and is tried again
         self._failed = failed
         self._stopping = False
         self._free, self._to_settle, self._retry = Signal(), Signal(), Signal()
@@ -100,7 +67,7 @@ class Pump:
             errors=self._settle_errors,
             may_wait=lambda count: count * 4 < self.prefetch.size and not self.crew.idle,
             dead_letter=plan.dead_letter,
-            broken=self._settle_broken,
+            trouble=self._trouble,
         )
         plan.subscription.pump = self
 
@@ -146,10 +113,15 @@ class Pump:
     def _tick(self) -> None:
         """Once a second: a fetch of many slow messages is not followed by another, so nobody else would look."""
         self._ticker = asyncio.get_running_loop().call_later(TICK, self._tick)
-        ready = self.crew.ready
-        self.prefetch.adapt(self.counters.fetched - len(ready), self.plan.clock(), not ready)
+        self._adapt()
         self._give_surplus_back()
         self._make_room()
+
+    def _adapt(self) -> None:
+        now, crew = self.plan.clock(), self.crew
+        if self.prefetch.due(now):
+            untaken = len(crew.ready) + len(crew.shelf or ()) + self.lanes.parked
+            self.prefetch.adapt(self.counters.fetched - untaken, now, bool(crew.idle) and not crew.ready)
 
     def _make_room(self) -> None:
         if self._free.waiter is not None and self._room():
@@ -168,38 +140,45 @@ class Pump:
     async def drain(self, deadline: float) -> None:
         """Stop fetching, let handlers finish until `deadline`, cancel the rest, flush, close.
 
-        What has not begun is left to `Source.close`, which releases it with no attempt counted.
+        What has not begun is left to `Source.close`, which releases it with no attempt counted. Whatever the source
+        raises meanwhile is logged: closing goes on.
         """
         self._stopping = True
-        await self.source.stop()
-        if not self._tasks:  # opened, and never started
-            await self.source.close()
-            return
+        if self.state == "live":
+            self.state = "draining"
+        self.crew.abandon()
+        await self._safely("stop", self.source.stop(), GRACE)
+        last = deadline
+        if self._tasks:
+            last = await self._end_tasks(deadline)
+            left = last - asyncio.get_running_loop().time()
+            await self._safely("flush", self.source.flush(last), left + GRACE)
+        await self._safely("close", self.source.close(), GRACE)
+        self.state = "stopped"
+
+    async def _end_tasks(self, deadline: float) -> float:
+        """End workers, fetcher and settler; return until when the last settlements may take."""
+        loop = asyncio.get_running_loop()
         self._ticker.cancel()
         self._free.set()
         self._retry.set()
-        fetcher, settling = self._tasks
-        await asyncio.wait([fetcher], timeout=GRACE)
-        self._abandon()
         await self.crew.end(deadline)
-        last = max(deadline, asyncio.get_running_loop().time()) + GRACE
+        last = max(deadline, loop.time() + GRACE)
         await self.settler.drain(last)
-        _, late = await asyncio.wait([settling, fetcher], timeout=GRACE + 1.0)
+        _, late = await asyncio.wait(self._tasks, timeout=last - loop.time() + 1.0)
         for task in late:
+            logger.warning("%s: the source does not answer; its call is cancelled", self.plan.where)
             task.cancel()
-        await asyncio.gather(fetcher, settling, return_exceptions=True)
-        try:
-            await self.source.flush(last)
-        except BrokerError as error:
-            logger.warning("%s: not everything could be flushed: %s", self.plan.where, error)
-        await self.source.close()
-        self.state = "stopped"
+        if late:
+            await asyncio.wait(late, timeout=GRACE)
+        return last
 
-    def _abandon(self) -> None:
-        self.crew.ready.clear()
-        self.lanes.take_parked()
-        self.lanes.cancel(lambda delivery: True)
-        self.crew.shelf = None
+    async def _safely(self, what: str, step: Coroutine[Any, Any, None], seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await step
+        except Exception as error:  # a bug of the source as well: everything else is closed all the same
+            logger.warning("%s: %s: %s: %s", self.plan.where, what, type(error).__name__, error)
 
     def _ending(self) -> bool:
         return self._stopping
@@ -208,21 +187,25 @@ class Pump:
         """Whether this subscriber has a live source."""
         if self.state != "live":
             return Health(False, f"{self.state}: {self.error}" if self.error else self.state)
+        for what, error in self.troubles.items():
+            return Health(False, f"{what}: {error}")
         return self.source.health()
 
     # -- fetch
 
     async def _fetch(self) -> None:
         fetch, prefetch, crew, counters = self.source.fetch, self.prefetch, self.crew, self.counters
-        ready = crew.ready
         while not self._stopping:
             if not self._room():
                 await self._free.wait()
                 continue
-            wanted = prefetch.room(self.in_flight - self.lanes.held)
+            held = self.lanes.held
+            wanted = prefetch.room(self.in_flight - held, held)
             try:
                 batch = await fetch(wanted, prefetch.bytes_left(self.in_flight))
             except BrokerError as error:
+                if self._ending():
+                    return
                 if not error.transient:
                     raise
                 await self._reopen(error)
@@ -233,7 +216,7 @@ class Pump:
                 raise BrokerClosed(f"{self.plan.where}: its source was stopped by somebody else")
             count = len(batch)
             prefetch.saw(count, sum([len(d.body) for d in batch]) if type(batch[0].body) is bytes else count)
-            prefetch.adapt(counters.fetched - len(ready), self.plan.clock(), not ready)
+            self._adapt()
             self.in_flight += count
             counters.fetched += count
             crew.arrive(batch)
@@ -244,10 +227,10 @@ class Pump:
         if held >= self.plan.held:
             self._warn_held(held)
             return False
-        free = self.prefetch.room(self.in_flight - held)
+        free = self.prefetch.room(self.in_flight - held, held)
         if free <= 0:
             return False
-        return free * 2 >= self.prefetch.size or (bool(self.crew.idle) and not self.crew.ready)
+        return free * 2 >= self.prefetch.capacity or (bool(self.crew.idle) and not self.crew.ready)
 
     def _warn_held(self, held: int) -> None:
         if not self._warned_held:
@@ -262,17 +245,18 @@ class Pump:
         if len(ready) <= 2 * keep or not self.plan.capabilities.release or self.plan.subscription.ordered_by:
             return
         surplus = [ready.pop() for _ in range(len(ready) - keep)]
-        self.counters.released += len(surplus)
-        self._done.extend(Settlement(delivery, RELEASE) for delivery in surplus if not delivery.lost)
-        self.in_flight -= sum(delivery.lost for delivery in surplus)
-        self._to_settle.set()
+        self.counters.released += sum(not delivery.lost for delivery in surplus)
+        for delivery in surplus:
+            if delivery.lost:
+                self._forget(delivery)
+            else:
+                self._settle(delivery, RELEASE)
 
     async def _reopen(self, error: BrokerError) -> None:
         """The source broke: open it again, with growing pauses."""
-        self.state, self.error = "broken", error
-        logger.warning("%s: %s; trying again", self.plan.where, error)
+        self._trouble("fetching", error)
         attempt = 0
-        while True:
+        while not self._ending():
             await self._retry.wait_for(backoff(attempt))
             attempt += 1
             if self._ending():
@@ -282,29 +266,34 @@ class Pump:
             except BrokerError as again:
                 if not again.transient:
                     raise
-                self.error = again
+                self.troubles["fetching"] = again
                 continue
-            self.state, self.error = "live", None
+            self._trouble("fetching", None)
             self.counters.reopened += 1
             self._purge(lambda delivery: delivery.lost)
-            logger.info("%s: consuming again", self.plan.where)
             return
 
-    def _settle_broken(self, error: BrokerError | None) -> None:
-        if error is not None and self.state == "live":
-            logger.warning("%s: settling: %s; trying again", self.plan.where, error)
-        if self.state in ("live", "broken"):
-            self.state, self.error = ("broken", error) if error is not None else ("live", None)
+    def _trouble(self, what: str, error: BaseException | None) -> None:
+        """Something does not work and is tried again, or (None) works again."""
+        if error is None:
+            self.troubles.pop(what, None)
+            logger.info("%s: %s: works again", self.plan.where, what)
+            return
+        if what not in self.troubles or not isinstance(error, BrokerError):
+            logger.warning("%s: %s: %s; trying again", self.plan.where, what, error)
+        self.troubles[what] = error
 
     # -- the end of a delivery
 
-    def _settled(self, count: int) -> None:
-        self.in_flight -= count
+    def _settled(self, count: int, odd: int) -> None:
         self.counters.settled += count
-        self._make_room()
+        self.counters.acked += count - odd
+        self._gone(count)
 
-    def _settle_errors(self, errors: Sequence[SettleError]) -> None:
+    def _settle_errors(self, errors: Sequence[SettleError], acknowledgements: int) -> None:
         self.counters.lost += len(errors)
+        self.counters.settled -= len(errors)
+        self.counters.acked -= acknowledgements
         logger.warning("%s: %d settlements came too late, the first: %s", self.plan.where, len(errors), errors[0])
 
     def _forget(self, delivery: Delivery) -> None:
@@ -325,16 +314,18 @@ class Pump:
         """End, or keep, what is not acknowledged. True: it stays here, with its lane, to be done again."""
         counters = self.counters
         if outcome is SETTLED:
-            self.counters.settled += 1
+            counters.settled += 1
+            counters.acked += 1
             self._gone(1)
             return False
         if outcome is RELEASE:
             return self._cancelled(delivery)
         if isinstance(outcome, Retry):
             counters.retried += 1
-            if self._stays(delivery):
-                delivery.attempt += 1
-                self.lanes.wait(delivery, outcome.after or 0.0)
+            if self._retries_here or delivery.lane is not None:
+                if not self._stopping:  # else it is left to the source: behind it in its lane wait others
+                    delivery.attempt += 1
+                    self.lanes.wait(delivery, outcome.after or 0.0)
                 return True
         elif isinstance(outcome, DeadLetter):
             counters.dead += 1
@@ -346,20 +337,24 @@ class Pump:
                 return False
         elif isinstance(outcome, Drop):
             counters.dropped += 1
-        self._done.append(Settlement(delivery, outcome))
-        self._to_settle.set()
+        self._settle(delivery, outcome)
         return False
 
-    def _stays(self, delivery: Delivery) -> bool:
-        return (self._retries_here or delivery.lane is not None) and not self._stopping
+    def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
+        """Hand over what is not an acknowledgement."""
+        self._done.append(Settlement(delivery, outcome))
+        self.settler.odd += 1
+        self._to_settle.set()
 
     def _cancelled(self, delivery: Delivery) -> bool:
-        """A handler was cancelled, so its delivery is unsettled. In a drain `Source.close` gives it back; a handler
-        that cancelled itself gets its message again here."""
+        """A handler was cancelled, or its transaction broke, so its delivery is unsettled. In a drain `Source.close`
+        gives it back; otherwise it is tried again here, not at once: it may be the same again."""
+        if delivery.lost:
+            self._forget(delivery)
+            return False
         self.counters.released += 1
-        if self._stopping:
-            return True
-        self.crew.give_back(delivery)
+        if not self._stopping:
+            self.lanes.wait(delivery, random.uniform(*PAUSE))
         return True
 
     def _again(self, delivery: Delivery) -> None:
@@ -367,7 +362,7 @@ class Pump:
         self._warned_held = False
         if self._stopping:
             return
-        self.crew.give_back(delivery)
+        self.crew.give_back([delivery])
         self._make_room()
 
     # -- PumpControl: a source holds the pump while deliveries move
@@ -380,18 +375,27 @@ class Pump:
         """Wait until nothing runs; see `streamfw.broker.PumpControl`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while self.crew.running:
-            left = deadline - loop.time()
-            if left <= 0:
-                return False
-            await self.crew.quiet.wait_for(left)
-        return True
+        quiet = Signal()
+        self.crew.quiet.add(quiet)
+        try:
+            while self.crew.running:
+                left = deadline - loop.time()
+                if left <= 0:
+                    return False
+                await quiet.wait_for(left)
+            return True
+        finally:
+            self.crew.quiet.discard(quiet)
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
         """Go on; see `streamfw.broker.PumpControl`."""
         if self.crew.shelf is None:
             return
-        gone = len(self.lanes.cancel(drop)) if drop is not None else 0
+        gone = 0
+        if drop is not None:
+            dropped, behind = self.lanes.cancel(drop)
+            gone = len(dropped)
+            self.crew.front(behind)
         gone += self.crew.unhold(drop)
         self.counters.lost += gone
         self._gone(gone)

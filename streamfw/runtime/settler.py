@@ -7,7 +7,8 @@ Theory of operation
     commit once a message.
 
     A source that cannot be reached keeps the group: it is settled again after a pause, for nothing of it counts. What
-    the source cannot do itself with a dead letter, `bury` does: publish, confirmed, then acknowledge.
+    the source cannot do itself with a dead letter, `bury` does: publish, confirmed, then acknowledge. Its lane goes on
+    meanwhile, as it does when the source does it.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ class Settler:
         done: list[Settlement],
         to_settle: Signal,
         *,
-        settled: Callable[[int], None],
-        errors: Callable[[Sequence[SettleError]], None],
+        settled: Callable[[int, int], None],
+        errors: Callable[[Sequence[SettleError], int], None],
         may_wait: Callable[[int], bool],
         dead_letter: Callable[[Delivery, DeadLetter], Awaitable[None]] | None,
-        broken: Callable[[BrokerError | None], None],
+        trouble: Callable[[str, BaseException | None], None],
     ) -> None:
-        self._done, self._to_settle, self._nap = done, to_settle, Signal()
+        self._done, self._to_settle, self._nap, self._retry = done, to_settle, Signal(), Signal()
         self._settled, self._errors, self._may_wait = settled, errors, may_wait
-        self._dead_letter, self._broken = dead_letter, broken
+        self._dead_letter, self._trouble = dead_letter, trouble
         self._drained = False
         self._burials: set[asyncio.Task[None]] = set()
         self.groups = 0
+        self.odd = 0  # of those in `done`, how many are no acknowledgements of handled messages
         self.give_up_at: float | None = None
 
     def hurry(self) -> None:
@@ -74,13 +76,14 @@ class Settler:
                 await self._nap.wait_for(rest)
             group = done[:]
             done.clear()  # the same list for ever: workers hold its append
+            odd, self.odd = self.odd, 0
             began = loop.time()
-            if not await self._settle(source, group):
+            if not await self._settle(source, group, odd):
                 return
             now = loop.time()
             rest_until = now + min(MOST_PACE, PACE * (now - began))
 
-    async def _settle(self, source: Source, group: list[Settlement]) -> bool:
+    async def _settle(self, source: Source, group: list[Settlement], odd: int) -> bool:
         attempt = 0
         while True:
             try:
@@ -88,21 +91,27 @@ class Settler:
             except BrokerError as error:
                 if not error.transient:
                     raise
-                self._broken(error)
-                pause = backoff(attempt)
-                attempt += 1
-                loop = asyncio.get_running_loop()
-                if self.give_up_at is not None and loop.time() + pause > self.give_up_at:
+                self._trouble("settling", error)
+                if not await self._pause(attempt):
                     return False
-                await self._nap.wait_for(pause)
+                attempt += 1
                 continue
             if attempt:
-                self._broken(None)
+                self._trouble("settling", None)
             self.groups += 1
             if errors:
-                self._errors(errors)
-            self._settled(len(group))
+                failed = {id(error.delivery) for error in errors}
+                self._errors(errors, sum(s.outcome is ACK and id(s.delivery) in failed for s in group))
+            self._settled(len(group), odd)
             return True
+
+    async def _pause(self, attempt: int) -> bool:
+        """Wait before another attempt; False when there is no time left for one."""
+        pause = backoff(attempt)
+        if self.give_up_at is not None and asyncio.get_running_loop().time() + pause > self.give_up_at:
+            return False
+        await self._retry.wait_for(pause)
+        return True
 
     def bury(self, delivery: Delivery, outcome: DeadLetter) -> None:
         """Publish a dead letter and then end the original: for sources that cannot do both in one step."""
@@ -112,16 +121,20 @@ class Settler:
 
     async def _bury(self, delivery: Delivery, outcome: DeadLetter) -> None:
         assert self._dead_letter is not None
+        trouble = f"the dead letter of message {delivery.message_id}"
         attempt = 0
         while True:
             try:
                 await self._dead_letter(delivery, outcome)
                 break
             except Exception as error:  # whatever the publish raises: the original stays until it is confirmed
-                self._broken(error if isinstance(error, BrokerError) else None)
+                self._trouble(trouble, error)
                 await asyncio.sleep(backoff(attempt))
                 attempt += 1
+        if attempt:
+            self._trouble(trouble, None)
         self._done.append(Settlement(delivery, ACK))
+        self.odd += 1
         self._to_settle.set()
 
     async def drain(self, deadline: float) -> None:
@@ -137,3 +150,4 @@ class Settler:
         self.give_up_at = deadline
         self._to_settle.set()
         self._nap.set()
+        self._retry.set()
