@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,11 +16,14 @@ import msgspec
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
+from examples.webhooks.demo import QUEUES
+from examples.webhooks.postgres_store import SCHEMA
 from examples.webhooks.report import make_report
 from examples.webhooks.store import MemoryStore, Stored
 from examples.webhooks.traffic import BROKEN, Webhook, load
 from streamfw import Message
 from tests.helpers import eventually_blocking
+from tests.services.postgres import Postgres
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 2
@@ -108,6 +112,38 @@ def test_demo_that_is_interrupted_leaves_nothing_behind(home: Path, how: signal.
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert alive == []
     assert not server_runs(home)
+
+
+@pytest.mark.timeout(90)
+async def test_demo_on_a_server_touches_only_its_own_schemas(database: Postgres) -> None:
+    connection = await database.connect()
+    await connection.execute("create schema streamfw; create table streamfw.mine as select 1 as kept")
+    done = await asyncio.to_thread(run_demo, database.over_tcp().dsn, "--json", seconds=70)
+    assert_agrees(result(done))
+    assert database.password not in done.stdout + done.stderr
+    schemas = await connection.fetch("select nspname from pg_namespace where nspname !~ '^(pg_|information_schema)'")
+    assert {row["nspname"] for row in schemas} == {"public", "streamfw", SCHEMA, QUEUES}
+    assert await connection.fetchval("select kept from streamfw.mine") == 1
+    await connection.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("broker", "says"),
+    [
+        ("redis://me:secret@localhost", "no known scheme"),
+        ("memory://?x=1", "a memory broker's URL is memory:// or memory://name"),
+        ("postgres://me:secret@127.0.0.1:1/x", "cannot be reached"),
+        (f"postgres+embedded://{ROOT}", "an embedded server needs a directory of its own"),
+    ],
+)
+def test_demo_says_what_is_wrong_with_a_url(broker: str, says: str) -> None:
+    done = run_demo(broker, "--json", seconds=50)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "secret" not in done.stderr
+    assert done.stdout == ""
 
 
 def server_runs(home: Path) -> bool:
