@@ -31,6 +31,11 @@ def main(
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("stopped", file=sys.stderr)
         raise typer.Exit(130) from None
+    except ExceptionGroup as errors:  # App.build says all that is wrong at once, and so do publishers
+        if errors.split(StreamError)[1] is not None:
+            raise
+        print(*errors.exceptions, sep="\n", file=sys.stderr)
+        raise typer.Exit(1) from None
     except (DemoFailed, StreamError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Final
 
 import msgspec
@@ -43,9 +43,10 @@ class Running(msgspec.Struct):
 
 
 async def demo(broker: str, rounds: int, console: Console, progress: Progress) -> Report:
-    """Run it all. Raises `DemoFailed` when the messages do not come to an end."""
+    """Run it all. Raises `DemoFailed` when the messages do not come to an end, `ExceptionGroup` for a wrong URL."""
+    description = App(brokers={"default": broker}).build().brokers["default"].describe()
     webhooks = load(rounds)
-    async with running_on_memory(broker) if broker.startswith("memory:") else running_on_postgres(broker) as running:
+    async with running_on(broker, description) as running:
         if running.workers is None:
             console.print("On memory everything is in one process, so no worker is killed.")
         letters = await running.publisher.connection().dead_letters("webhooks.dead")
@@ -58,7 +59,15 @@ async def demo(broker: str, rounds: int, console: Console, progress: Progress) -
         if running.workers is not None:
             await running.workers.stop()
         killed = running.workers.killed if running.workers else None
-        return await make_report(broker, webhooks, running.store, await dead(letters), killed)
+        return await make_report(description, webhooks, running.store, await dead(letters), killed)
+
+
+def running_on(broker: str, description: str) -> AbstractAsyncContextManager[Running]:
+    if broker.startswith("memory:"):
+        return running_on_memory(broker)
+    if broker.startswith("postgres"):
+        return running_on_postgres(broker, description)
+    raise DemoFailed(f"{description}: the demo knows memory:// and Postgres")
 
 
 @asynccontextmanager
@@ -74,8 +83,10 @@ async def running_on_memory(broker: str) -> AsyncIterator[Running]:
 
 
 @asynccontextmanager
-async def running_on_postgres(broker: str) -> AsyncIterator[Running]:
+async def running_on_postgres(broker: str, description: str) -> AsyncIterator[Running]:
     """The service in two processes, over tables that are new."""
+    import asyncpg
+
     from .postgres_store import SCHEMA, drop, open_pool, open_postgres_store
 
     environment = {
@@ -83,10 +94,14 @@ async def running_on_postgres(broker: str) -> AsyncIterator[Running]:
         "STREAMFW_BROKERS__DEFAULT__SCHEMA": QUEUES,
         "STREAMFW_BROKERS__DEFAULT__AUTO_MIGRATE": "true",
         "STREAMFW_BROKERS__DEFAULT__LEASE": str(LEASE),
+        "STREAMFW_WAIT": "10",  # seconds for a server that is away at start
     }
     os.environ.update(environment)
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(open_pool(broker))
+        try:
+            pool = await stack.enter_async_context(open_pool(broker))
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise DemoFailed(f"{description} cannot be reached: {error}") from error
         await drop(pool, SCHEMA, QUEUES)
         store = await stack.enter_async_context(open_postgres_store(broker))
         publisher = await stack.enter_async_context(App(name="github").running())

@@ -21,7 +21,8 @@ WORKER = os.getpid()
 
 
 async def lifespan(app: App) -> AsyncIterator[Store]:
-    async with open_store(broker_url(app)) as store:
+    """The summary is where the messages are."""
+    async with open_store(app.build().brokers["default"].url) as store:
         yield store
 
 
@@ -37,12 +38,8 @@ async def journal(message: Message, call_next: Next) -> object:
         raise
 
 
-def broker_url(app: App) -> str:
-    """The URL that the configuration names."""
-    return str(app.settings.brokers.get("default", {}).get("url", "memory://"))
-
-
 app = App(name="webhooks", lifespan=lifespan, middleware=[journal])
+url: str = app.settings.brokers.get("default", {}).get("url", "memory://")
 
 
 @app.subscriber(
@@ -53,7 +50,7 @@ app = App(name="webhooks", lifespan=lifespan, middleware=[journal])
     backoff=Backoff(first=0.05, max=1.0),
     # The summary's row and the end of the message in one commit, so that it is stored exactly once. Memory has no
     # transactions, and asking for them there is an error: there, what makes a repeat harmless is the store alone.
-    transactional=not broker_url(app).startswith("memory:"),
+    transactional=not url.startswith("memory:"),
 )
 async def webhook(
     event: AnyEvent,
