@@ -41,7 +41,7 @@ def check(app: AppName, broker: BrokerUrl = None) -> None:
     _show_guarantees(built)
 
 
-def _build(app: App) -> Built | list[BaseException]:
+def _build(app: App) -> Built | list[Exception]:
     try:
         return app.build()
     except ExceptionGroup as group:
@@ -188,7 +188,7 @@ def _order(capabilities: Capabilities) -> str:
 # -- moving
 
 
-def _show_moves(here: Built, there: Built | list[BaseException], url: str) -> None:
+def _show_moves(here: Built, there: Built | list[Exception], url: str) -> None:
     """Which subscribers of the app as configured could run on the broker at `url` (which holds no password)."""
     errors = [] if isinstance(there, Built) else there
     elsewhere = [error for error in errors if not isinstance(error, BuildError)]
@@ -209,9 +209,9 @@ def _show_moves(here: Built, there: Built | list[BaseException], url: str) -> No
     console().print(shown)
 
 
-def _stands_at(error: BaseException, where: str) -> bool:
+def _stands_at(error: Exception, where: str) -> bool:
     return isinstance(error, BuildError) and (error.where == where or error.where.startswith(f"{where}, "))
 
 
-def _reason(error: BaseException, where: str) -> str:
+def _reason(error: Exception, where: str) -> str:
     return str(error).removeprefix(where).lstrip(":, ")

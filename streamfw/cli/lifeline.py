@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from streamfw.app import App
@@ -50,7 +50,7 @@ class Lifeline:
         running = app.running
 
         @asynccontextmanager
-        async def held() -> AsyncIterator[App]:
+        async def held() -> AsyncGenerator[App, None]:
             # `App.run` has set its own handlers by now: SIGINT stays its, and everything else becomes one SIGINT.
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, self._ask)

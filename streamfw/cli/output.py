@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Annotated, ParamSpec, TypeAlias, TypeVar
+from typing import Annotated, ParamSpec, TypeAlias, TypeVar, cast
 
 import typer
 from rich import box
@@ -65,11 +65,15 @@ def show_errors(errors: Sequence[BaseException], heading: str = "") -> None:
         console(stderr=True).print(line, soft_wrap=True)
 
 
-def errors_of(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+def errors_of(group: ExceptionGroup[Exception]) -> list[Exception]:
     """The errors in a group, and in the groups in it."""
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += errors_of(error) if isinstance(error, BaseExceptionGroup) else [error]
+    found: list[Exception] = []
+    inner: Exception | ExceptionGroup[Exception]
+    for inner in group.exceptions:
+        if isinstance(inner, ExceptionGroup):
+            found += errors_of(cast("ExceptionGroup[Exception]", inner))
+        else:
+            found.append(inner)
     return found
 
 

@@ -90,7 +90,7 @@ def _pair(header: str) -> tuple[str, bytes]:
 async def _publish(broker: Broker, first: Outgoing, count: int) -> None:
     """Publish `first` and its copies, in order; print the ids of those that were accepted."""
     messages = _copies(first, count)
-    refused: list[BaseException] = []
+    refused: list[Exception] = []
     async with broker.connect() as connection:
         while together := list(islice(messages, _TOGETHER)):
             answers = await connection.publish(together)
@@ -118,12 +118,12 @@ def _copies(first: Outgoing, count: int) -> Iterator[Outgoing]:
         )
 
 
-def _tell(messages: Sequence[Outgoing], answers: Sequence[PublishError | None]) -> list[BaseException]:
+def _tell(messages: Sequence[Outgoing], answers: Sequence[PublishError | None]) -> list[Exception]:
     accepted = [m.message_id for m, answer in zip(messages, answers, strict=True) if answer is None]
     if accepted:
         print("\n".join(accepted), flush=True)
     return [answer for answer in answers if answer is not None]
 
 
-def _named(error: BaseException) -> BaseException:
+def _named(error: Exception) -> Exception:
     return StreamError(f"not published: {type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ Theory of operation
 
         starting --RUNNING--> running --ends--> pause (growing, jittered) --> starting
         starting --exit code above 0--> the whole ends, with 1
-        starting --killed--> pause --> starting
+        starting --killed, or no room for a process--> pause --> starting
 
     Workers are new processes (not forks: a fork copies threads, locks and connections in whatever state they are), in
     a process group of their own, so that a Ctrl-C in a terminal reaches the parent alone. How a worker learns that it
@@ -124,21 +124,25 @@ class Supervisor:
         crashes = 0
         while not self._draining.is_set():
             began = loop.time()
-            worker = await self._start(slot)
-            code = await self._until_end(worker)
-            if self._draining.is_set():
-                self._note_drained(slot, worker, code)
-            elif code > 0 and not worker.ran:
-                logger.error("worker %d %s before it ran: ending the others", slot, _how(code))
+            try:
+                worker = await self._start(slot)
+            except OSError as error:
+                how, fatal = f"cannot be started: {error}", not self._one_runs.is_set()
+            else:
+                code = await self._until_end(worker)
+                if self._draining.is_set():
+                    self._note_drained(slot, worker, code)
+                    return
+                how, fatal = f"(process {worker.process.pid}) {_how(code)}", code > 0 and not worker.ran
+            if fatal:
+                logger.error("worker %d %s before it ran: ending the others", slot, how)
                 self._code = 1
                 self._drain()
-            else:
-                crashes = 1 if loop.time() - began > _SETTLED_DOWN else crashes + 1
-                pause = _PAUSE.pause(crashes)
-                logger.warning(
-                    "worker %d (process %d) %s; starting another in %.1f s", slot, worker.process.pid, _how(code), pause
-                )
-                await self._unless_draining(pause)
+                return
+            crashes = 1 if loop.time() - began > _SETTLED_DOWN else crashes + 1
+            pause = _PAUSE.pause(crashes)
+            logger.warning("worker %d %s; starting another in %.1f s", slot, how, pause)
+            await self._unless_draining(pause)
 
     async def _start(self, slot: int) -> _Worker:
         ours, theirs = socket.socketpair()

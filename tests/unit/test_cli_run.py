@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
+from streamfw.cli import supervise
 from streamfw.outcome import Backoff
 from tests.helpers import eventually_blocking
 
@@ -316,13 +318,13 @@ def test_what_cannot_start_is_said_once(start: Start, app: str, said: str) -> No
     running = start(f"service:{app}", "--workers", "3")
     assert running.code() == 1
     assert running.log.read_text().count(said) == 1
-    assert "worker 1 ended with exit code 1 before it ran: ending the others" in running.log.read_text()
+    assert "ended with exit code 1 before it ran: ending the others" in running.log.read_text()
 
 
 def test_one_that_cannot_start_ends_the_others(start: Start) -> None:
     running = start("service:narrow", "--workers", "2")
     assert running.code() == 1
-    assert "worker 2 ended with exit code 1 before it ran" in running.log.read_text()
+    assert re.search(r"worker 2 \(process \d+\) ended with exit code 1 before it ran", running.log.read_text())
     assert len(running.noted("ran")) == 2
     assert len(running.noted("ended")) == 1
 
@@ -335,9 +337,12 @@ def test_a_signal_while_the_workers_wait_for_a_server(start: Start) -> None:
     running.until(running.nobody_left, "no worker is left")
 
 
-def test_the_pause_grows() -> None:
-    from streamfw.cli import supervise
+async def test_no_process_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
+    assert await supervise.Supervisor(["/nothing/like/it"], 2).run() == 1
+    assert "worker 1 cannot be started: " in caplog.text
 
+
+def test_the_pause_grows() -> None:
     pauses = [supervise._PAUSE.pause(crashes) for crashes in range(1, 12)]
     bounds = [Backoff(first=0.5, factor=2.0, max=30.0, jitter=False).pause(crashes) for crashes in range(1, 12)]
     assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))
