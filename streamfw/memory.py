@@ -155,11 +155,16 @@ class MemoryConnection(Connection):
         stamp = now()
         deadline = asyncio.get_running_loop().time() + self._broker.publish_timeout
         full = False
+        store = self._store
         for message in messages:
             error = self._refuse(message)
-            if error is None and (full or not await self._store_one(message, stamp, deadline)):
-                full = True
-                error = _refusal(Blocked, message, f"{self._broker.describe()} is full ({self._fill()})")
+            if error is None:
+                size = _size(message)
+                if not full and not store.turn.locked() and self._has_room(message, size):
+                    store.add(message, size, stamp)
+                elif full or not await self._store_in_turn(message, size, stamp, deadline):
+                    full = True
+                    error = _refusal(Blocked, message, f"{self._broker.describe()} is full ({self._fill()})")
             answers.append(error)
         return answers if any(answers) else ()
 
@@ -173,22 +178,17 @@ class MemoryConnection(Connection):
             return _refusal(TooLarge, message, f"the body is too large for {self._broker.describe()}: {limit}")
         return None
 
-    async def _store_one(self, message: Outgoing, stamp: float, deadline: float) -> bool:
-        size = len(message.body)
-        if message.headers.pairs:
-            size += sum(len(value) for _, value in message.headers.pairs if value)
+    async def _store_in_turn(self, message: Outgoing, size: int, stamp: float, deadline: float) -> bool:
+        """Wait for room, behind the publishers that wait already; False when there was none by `deadline`."""
         store = self._store
-        if store.turn.locked() or not self._has_room(message, size):
-            try:
-                async with asyncio.timeout_at(deadline), store.turn:
-                    while not self._has_room(message, size):
-                        await store.until_freed()
-                        self.require_open()
-                    store.add(message, size, stamp)
-                    return True
-            except TimeoutError:
-                return False
-        store.add(message, size, stamp)
+        try:
+            async with asyncio.timeout_at(deadline), store.turn:
+                while not self._has_room(message, size):
+                    await store.until_freed()
+                    self.require_open()
+                store.add(message, size, stamp)
+        except TimeoutError:
+            return False
         return True
 
     def _has_room(self, message: Outgoing, size: int) -> bool:
@@ -370,6 +370,14 @@ class MemoryDeadLetters(DeadLetters):
         for queue in self._store.topics.get(self._name, {}).values():
             gone = queue.remove(seqs)
             self._store.free(len(gone), sum(stored.size for stored in gone))
+
+
+def _size(message: Outgoing) -> int:
+    """What a message takes of the room, in bytes."""
+    size = len(message.body)
+    if message.headers.pairs:
+        size += sum(len(value) for _, value in message.headers.pairs if value)
+    return size
 
 
 def _lost(delivery: Delivery) -> LeaseLost:

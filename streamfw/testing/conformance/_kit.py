@@ -110,6 +110,8 @@ class Member:
             if self._pending is None:
                 self._limit = limit
                 self._pending = asyncio.create_task(self._fetch(limit, max_bytes))
+                # A test that failed leaves it behind; what it ends with is then nobody's concern.
+                self._pending.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.wait({self._pending}, timeout=max(0.0, deadline - time.monotonic()))
             if not self._pending.done():
                 return []
