@@ -112,10 +112,10 @@ def _order(published: Sequence[Webhook], stored: Sequence[Stored]) -> Iterable[s
 
 def show(report: Report, console: Console) -> None:
     """Print it as a table."""
-    table = Table(title=f"webhooks on {report.broker}", title_justify="left")
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("")
+    table = Table(title=f"webhooks on {report.broker}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
     for row in _rows(report):
         table.add_row(*row)
     console.print(table)
