@@ -61,7 +61,8 @@ class App:
     - `drain_timeout`: seconds that handlers may take to finish when the app stops.
     - `config`: the configuration file (default ``streamfw.toml``, if there is one).
 
-    Arguments win over the environment, the environment over the file. Nothing is read before `build`.
+    Arguments win over the environment, the environment over the file. Both are read once, by `build` or by the first
+    look at `settings`.
     """
 
     def __init__(
@@ -111,6 +112,13 @@ class App:
         """Let `name` be this broker, over whatever the configuration says. Before the app is built."""
         self._brokers[name] = broker
         self._built = None
+
+    def broker(self, name: str = "default") -> Broker:
+        """The broker in force under this name; builds the app. Raises `NotRunning` where there is none."""
+        brokers = self.build().brokers
+        if name not in brokers:
+            raise NotRunning(f"there is no broker {name!r}; known are {', '.join(brokers)}")
+        return brokers[name]
 
     @property
     def settings(self) -> Settings:

@@ -294,7 +294,7 @@ def _handler_name(d: Declaration) -> str:
 def _overridden(d: Declaration, settings: SubscriberSettings) -> Declaration:
     changes = {
         name: value
-        for name in ("workers", "prefetch", "timeout", "attempts", "group")
+        for name in ("workers", "prefetch", "timeout", "attempts", "group", "transactional")
         if (value := getattr(settings, name)) is not None
     }
     return msgspec.structs.replace(d, **changes) if changes else d

@@ -45,6 +45,7 @@ class SubscriberSettings(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     attempts: int | None = None
     group: str | None = None
+    transactional: bool | None = None
     enabled: bool = True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import types
 import typing
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, get_args, get_origin
@@ -62,7 +63,11 @@ class DeliveryField:
 
 
 class UnitConnection:
-    """Marks a parameter that takes the connection of the delivery's own transaction (``transactional=True``)."""
+    """Marks a parameter that takes the connection of the delivery's own transaction (``transactional=True``).
+
+    A broker gives it a name and a type (``Transaction`` of `streamfw_postgres`). ``Transaction | None`` is None where
+    the subscriber is not transactional, for handlers that run on brokers with and without transactions.
+    """
 
 
 Attempt: Final = DeliveryField("attempt")
@@ -124,8 +129,7 @@ class _Builder:
             return self.error(f"parameter {name!r}: *args, **kwargs and positional-only parameters cannot be filled")
         if parameter.kind is parameter.KEYWORD_ONLY:
             self.keyword_only.add(name)
-        markers = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-        kind = get_args(hint)[0] if markers else hint
+        kind, markers = _unmarked(hint)
         for marker in markers:
             if self.marked(parameter, kind, marker):
                 return None
@@ -157,8 +161,10 @@ class _Builder:
         elif isinstance(marker, DeliveryField):
             self.per_message(name, f"message.{marker.field}")
         elif marker is UnitConnection or isinstance(marker, UnitConnection):
-            self.uses_unit = True
-            self.arguments[name] = "message.unit.connection"
+            optional = type(None) in get_args(kind)
+            self.uses_unit = self.uses_unit or not optional
+            without = " if message.unit is not None else None" if optional else ""
+            self.arguments[name] = f"(message.unit.connection{without})"
         elif _is_publisher(kind) and isinstance(marker, str):
             self.publishers[name] = (marker, next(iter(get_args(kind)), None))
             self.arguments[name] = f"_bound_{name}"
@@ -218,6 +224,16 @@ def compile_call(
         publishers=build.publishers,
         uses_unit=build.uses_unit,
     )
+
+
+def _unmarked(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Type and markers of an annotation; ``Annotated[T, m] | None`` is as good as ``Annotated[T | None, m]``."""
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[0], get_args(hint)[1:]
+    for part in get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else ():
+        if get_origin(part) is Annotated:
+            return get_args(part)[0] | None, get_args(part)[1:]
+    return hint, ()
 
 
 def _parameters(handler: Callable[..., Any], build: _Builder) -> Sequence[tuple[inspect.Parameter, Any]]:
