@@ -8,8 +8,9 @@ Theory of operation
     else (another priority, what came back, what was delayed and is due) stands in a heap by (priority, number). Who
     takes merges the two, so a message that comes back is again in front of those published after it.
 
-    Delayed messages stand in a second heap, by the loop's clock. A queue has one timer, set to the earliest of them,
-    and only while somebody waits: a source that is busy promotes what is due when it next fetches.
+    Delayed messages stand in a second heap, by `clock`. A queue has one timer, set to the earliest of them, and only
+    while somebody waits: a source that is busy promotes what is due when it next fetches. The clock is not the
+    loop's: uvloop's stands still while a turn lasts and counts whole milliseconds, so what is due by it may be early.
 
     Nothing here suspends. Waiting is a future that whoever brings a message, or makes room, resolves.
 """
@@ -37,7 +38,10 @@ from .message import (
 )
 from .outcome import DeadLetter
 
-__all__ = ["Queue", "Store", "Stored", "as_messages", "now"]
+__all__ = ["Queue", "Store", "Stored", "as_messages", "clock", "now"]
+
+clock = time.monotonic
+"""What delays are measured by, in seconds."""
 
 UNCLAIMED = ""
 """The queue of a topic that no group has registered for yet."""
@@ -96,7 +100,7 @@ class Queue:
     # Messages
 
     def put(self, stored: Stored, due: float | None = None) -> None:
-        """A message that is new here, for now or (`due`, of the loop's clock) for later."""
+        """A message that is new here, for now or (`due`, by `clock`) for later."""
         if stored.size > self._largest:
             self._largest = stored.size
         if due is not None:
@@ -205,18 +209,19 @@ class Queue:
             self._timer.cancel()
             self._timer = None
         if self._delayed and self._waiting:
-            self._timer = asyncio.get_running_loop().call_at(self._delayed[0][0], self._on_timer)
+            pause = max(0.0, self._delayed[0][0] - clock())
+            self._timer = asyncio.get_running_loop().call_later(pause, self._on_timer)
 
     def _on_timer(self) -> None:
-        # A loop may call a little early, by the resolution of its clock: then nothing is due, and the timer is set
-        # again.
+        # A loop may call a little early, by the resolution of its own clock: then nothing is due yet, and the timer is
+        # set again.
         self._timer = None
         self._promote()
         self.wake()
         self._set_timer()
 
     def _promote(self) -> None:
-        delayed, now = self._delayed, asyncio.get_running_loop().time()
+        delayed, now = self._delayed, clock()
         while delayed and delayed[0][0] <= now:
             stored = heappop(delayed)[2]
             heappush(self._returned, (stored.priority, stored.seq, stored))
@@ -284,7 +289,7 @@ class Store:
 
     def add(self, message: Outgoing, size: int, stamp: float) -> None:
         """Store one message for every group of its topic."""
-        due = asyncio.get_running_loop().time() + message.delay if message.delay > 0 else None
+        due = clock() + message.delay if message.delay > 0 else None
         self._put_everywhere(message, size, stamp, self.queues(message.name).values(), due)
 
     def bury(self, stored: Stored, queue: Queue, name: str, outcome: DeadLetter) -> None:
