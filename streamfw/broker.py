@@ -12,7 +12,8 @@ Theory of operation
     and these rules make every broker look alike from there:
 
     - Nobody cancels a `fetch`. Cancelling a claim leaves messages held that nobody saw. `stop()` makes a pending
-      fetch return ``()``. A fetch waits until it has something, so it never returns ``()`` otherwise.
+      fetch return ``()``. A fetch waits until it has something, so it never returns ``()`` otherwise. A claim that
+      fails half way returns what it has, or gives it back.
     - `settle` records, and never waits for another delivery. What its return means is declared in
       `Capabilities.settlement`; `flush` waits until all that was recorded is durable.
     - `settle` and `fetch` run at the same time, each at most once.
@@ -20,8 +21,13 @@ Theory of operation
       until it works, then fetches again. Deliveries that do not survive this are marked `Delivery.lost` by the
       source before `reopen` returns; all others stay ours and are settled on the reopened source.
     - When `settle` raises a transient `BrokerError`, nothing of the group counts as settled, and the runtime calls
-      it again with the same group. A source must therefore take a settlement twice.
+      it again with the same group. A source must therefore take a settlement twice: what it has done already is done,
+      and no error.
     - An error that belongs to one delivery is *returned* by `settle`, never raised.
+    - Messages of one key, from one publisher, are fetched in the order published, and so are those that came back
+      without a pause. Over all members of a group, and across failures, this holds only where ordered (`Subscription.
+      ordered_by`, `Capabilities.ordered_by`).
+    - All of it is called in one event loop. What blocks belongs in a thread.
 
     To write a broker, implement the four abstract classes below and run `streamfw.testing.conformance` on it;
     ``docs/writing-a-broker.md`` builds one step by step.
@@ -63,6 +69,8 @@ class Delivery(Message, gc=False, kw_only=True):
 
     - `lane`: deliveries of one lane are handled one after another, in the order fetched. The source sets it by
       `Subscription.ordered_by`: the key, the partition, or None (no order asked).
+    - `attempt`: the source sets it, 1 the first, also where its counts are not durable. The runtime counts on in it
+      where it tries again in place, so a source that needs the number keeps it in its handle.
     - `unit`: the transaction its handler runs in; set by the runtime, for the handler's time only.
     - `lost`: the source knows that it is not ours any more (a lease that ran out, a revoked partition). A lost
       delivery is not started; the settlement of one whose handler runs changes nothing.
@@ -74,25 +82,33 @@ class Delivery(Message, gc=False, kw_only=True):
 
 
 class Settlement(msgspec.Struct, gc=False):
-    """A delivery and what became of it: `ACK`, a `Retry` with its seconds, a `Drop`, a `DeadLetter` (where the
-    broker has them natively), or `RELEASE` (where `Capabilities.release`)."""
+    """A delivery and what became of it: an `Ack`, a `Retry` with its seconds (where `Capabilities.retry`; never None),
+    a `Drop` (for a source the same as an `Ack`), a `DeadLetter` (where `Capabilities.dead_letter`), or `RELEASE` (where
+    `Capabilities.release`)."""
 
     delivery: Delivery
     outcome: Outcome
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker does by itself. What it does not, the runtime provides or `App.build()` refuses.
+    """What a broker does by itself. What it does not, the runtime provides (`retry`, `attempts`, `dead_letter`),
+    `App.build()` refuses (`ordered_by`, `transactions`), or the broker refuses when it is asked: `Rejected` for a
+    `delay`, `TooLarge` above `max_body`, `Unsupported` for the rest. A `priority` is ignored where there are none.
 
     - `settlement`: what the return of `Source.settle` means. ``immediate``: durable. ``grouped``: durable when the
       claim that took the message ends. ``positional``: durable when the position is committed. ``sent``: on its way.
     - `retry`: takes a single message back, to deliver it again later. If not, the runtime keeps it and tries again in
       place.
-    - `delay`: the granularity in seconds of ``publish(delay=)`` and of `Retry`'s pause; None: no delayed publishing.
+    - `delay`: the granularity in seconds of ``publish(delay=)`` and of `Retry`'s pause: never earlier, and about
+      this much later; None: no delayed publishing.
     - `release`: takes a single message back without counting an attempt. If not, only `close` gives back.
-    - `attempts`: ``durable`` counts survive the death of a process; ``process`` counts are this process's own.
-    - `dead_letter`: `settle` moves a message to the subscription's dead letter by itself, in one step. If not, the
-      runtime publishes it there, and settles the original once that is confirmed.
+    - `attempts`: ``durable`` counts survive the death of a process, and a delivery that died with its process counts.
+      The runtime limits what it sees fail; so it is the source that ends a message beyond its `Subscription.attempts`
+      that killed its process each time (to the dead letter, without a delivery), and that spares those which only died
+      with it. ``process`` counts are this process's own.
+    - `dead_letter`: `settle` moves a message to the subscription's dead letter by itself, in one step, with the headers
+      named in `streamfw.message` (`ERROR` and those after it) and an attempt of 1 there; and `Connection.dead_letters`
+      answers. If not, the runtime publishes it there, and settles the original once that is confirmed.
     - `ordered_by`: the orders that hold over all processes of a group.
     - `priorities`, `transactions`, `replies`, `seek`: has them.
     - `kept`: what is published before any group has subscribed is kept for the first one; if not, the publisher gets
@@ -133,10 +149,15 @@ class PumpControl(Protocol):
 class Subscription:
     """What a source is opened for: one subscriber's wishes, resolved and checked at build.
 
-    `name` is what was published to and `group` who competes for it; `source` is the broker's own source object, or
-    None for a plain name. `attempts` counts deliveries (None: no limit); `dead_letter` is the name that a dead letter
-    goes to (None: they are discarded). `timeout` is what one handler may take, in seconds. `member` names this process
-    and is the same for all its subscriptions. `pump` is there from the moment the source is opened.
+    `name` is what was published to and `group` who competes for it (both any text: a broker quotes them, or refuses
+    them in `Broker.mistakes`); `source` is the broker's own source object, or None for a plain name. `attempts` counts
+    deliveries (None: no limit); `dead_letter` is the name that a dead letter goes to (None: they are discarded).
+    `timeout` is what one handler may take, in seconds. `member` names this process for people and is the same for all
+    its subscriptions; it may be empty, so it is no identity to hold messages by. `pump` is there from the moment the
+    source is opened.
+
+    `workers`, `prefetch`, `max_bytes` and `batch` (its size) are what the runtime keeps by itself; they are here for
+    brokers that size something of their own by them.
     """
 
     __slots__ = (
@@ -246,22 +267,26 @@ class Source(ABC):
         """Record what became of these deliveries; answer an error for each that was not ours any more.
 
         Empty means all is well. What the return means is `Capabilities.settlement`. Takes deliveries from before a
-        `reopen`, and answers for those that did not survive it.
+        `reopen`, and answers for those that did not survive it. After `close` every delivery has an error, or
+        `BrokerClosed` is raised. An outcome that is not declared raises `Unsupported`, and nothing is settled.
         """
 
     @abstractmethod
     async def stop(self) -> None:
         """No new deliveries: a pending `fetch` returns ``()`` soon, and so does every later one. What is out stays
-        ours: it can be settled, and nobody else gets it. Twice is once."""
+        ours: it can be settled, and nobody else gets it. What a claim under way still brings is given back, or
+        returned: nobody handles it any more, and `close` releases it. Twice is once."""
 
     @abstractmethod
     async def flush(self, deadline: float) -> None:
-        """Wait until everything recorded is durable, at most until `deadline` (of the loop's clock, in seconds)."""
+        """Wait until everything recorded is durable, at most until `deadline` (of the loop's clock, in seconds): then
+        return, what is left comes again. No settle is under way."""
 
     @abstractmethod
     async def close(self) -> None:
         """Release what is unsettled, so that others get it within 10 s (where the server allows it, at once), with no
-        attempt counted; free everything. Twice is once. Never raises for a connection that is broken already."""
+        attempt counted; free everything. Includes `stop`. Twice is once. Never raises for a connection that is broken
+        or closed already."""
 
     async def reopen(self) -> None:  # noqa: B027 - the default is meant: a source in process has nothing to open
         """Open again after `fetch` raised a transient error; mark what did not survive as lost.
@@ -282,21 +307,29 @@ class Source(ABC):
 class Connection(ABC):
     """An open connection to a broker, for the life of an app: it publishes, and opens sources.
 
-    It outlives a cut of the network: what it needs is established again when it is next used. After it is closed
-    every method, and every method of every source it opened, raises `BrokerClosed`.
+    It outlives a cut of the network: what it needs is established again when it is next used. Closing it closes the
+    sources that are still open. After that every method, and every method of every source it opened, raises
+    `BrokerClosed`; but `Source.health` answers, and `Source.stop` and `Source.close` may simply return.
     """
 
     @abstractmethod
     async def open(self, subscription: Subscription) -> Source:
-        """Register the group and open its source. Raises a `BrokerError`; no delivery is out before it returns."""
+        """Register the group and open its source. Raises a `BrokerError`; no delivery is out before it returns.
+
+        A group stays registered when its sources close: it gets what is published meanwhile. The first group of a name
+        gets what was published before (where `Capabilities.kept`), a later one what comes after (or, on a log, all
+        that is kept). Sources of one group compete, also two that were opened by one connection.
+        """
 
     @abstractmethod
     async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
         """Publish, and wait until the broker has accepted; one answer for each message, in order (or an empty
         sequence: all went well).
 
-        Called concurrently. One message that cannot be published fails alone: a broker whose statement fails as a
-        whole repeats it message by message.
+        Called concurrently, and may be cancelled: then nobody knows. One message that cannot be published fails alone:
+        a broker whose statement fails as a whole repeats it message by message. A server that is away is an answer
+        too, `Unavailable` or `OutcomeUnknown`; only `BrokerClosed` is raised. Message ids are the publishers' own, and
+        may come twice: both are published.
         """
 
     @abstractmethod
@@ -329,8 +362,9 @@ class Broker(ABC):
     """A configured broker. Constructing it does no I/O and keeps no password where `repr` shows it.
 
     It is found by the scheme of its URL: a package registers it in the entry-point group ``streamfw.brokers``. It is
-    made as ``Factory(url, **options)``; the options are the keyword parameters of its constructor, and the
-    configuration checks them by name and annotation.
+    made as ``Factory(url, **options)``; the options are the keyword-only parameters of its constructor, and the
+    configuration checks them by name and annotation. A `ValueError` from the constructor becomes a `ConfigError` with
+    the path of its key. It may be connected more than once, also at the same time.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
