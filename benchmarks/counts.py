@@ -29,7 +29,17 @@ from streamfw.message import Headers, Outgoing, _hex_buffer, new_message_id
 from .jobs import BODY, around, four, fresh, lifespan, noop
 from .stats import median
 
-__all__ = ["BASELINE", "JOBS", "Baseline", "Calls", "block_slope", "count_calls", "load_baseline", "store_baseline"]
+__all__ = [
+    "BASELINE",
+    "JOBS",
+    "Baseline",
+    "Calls",
+    "block_slope",
+    "count_calls",
+    "fill",
+    "load_baseline",
+    "store_baseline",
+]
 
 LOW, HIGH = 1000, 2000
 BASELINE: Final = Path(__file__).with_name("baseline.json")
@@ -84,8 +94,8 @@ async def _consume(
     count: int, counted: AbstractContextManager[object], handler: Any, middleware: int = 0, **options: Any
 ) -> None:
     broker = MemoryBroker()
-    async with broker.connect() as connection:
-        await connection.publish([_message(number) for number in range(count)])
+    async with broker.connect():
+        await fill(broker, count)
         app = App(
             subscriber("orders", prefetch=100, **options)(fresh(handler)),
             brokers={"default": broker},
@@ -96,6 +106,12 @@ async def _consume(
         with counted:
             async with app.running():
                 await _settled(app, count)
+
+
+async def fill(broker: MemoryBroker, count: int) -> None:
+    """Publish `count` messages at once."""
+    async with broker.connect() as connection:
+        await connection.publish([_message(number) for number in range(count)])
 
 
 def _message(number: int) -> Outgoing:
@@ -160,18 +176,19 @@ JOBS: dict[str, Job] = {
 def block_slope(waves: int = 40, size: int = 500) -> float:
     """Blocks of memory that stay behind a message that was published and handled.
 
-    The median after the last quarter of the waves less that after the second, a message: tables that grow and shrink
-    make single waves differ by a thousand blocks either way.
+    The median after the last quarter of the waves less that after the second, a message. Fetches are of one size and
+    the clock stands still, so that as many messages are always still referred to when all is done: the last group's.
     """
 
     async def run() -> list[int]:
         broker, blocks = MemoryBroker(), []
         app = App(
-            subscriber("orders", workers=8, ordered_by="key")(fresh(four)),
+            subscriber("orders", workers=8, ordered_by="key", prefetch=100)(fresh(four)),
             brokers={"default": broker},
             lifespan=lifespan,
             middleware=[around],
         )
+        _stop_the_clock(app)
         async with app.running():
             connection = app.connection()
             for _ in range(waves):

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import counts
 
+ALLOWED = 0.1  # calls a message: ten for a batch of a hundred; one for each message is 1.0
 AGAIN = "if it is meant, store the new one: `python -m benchmarks --baseline`"
 
 
@@ -16,10 +17,10 @@ def test_every_job_has_a_stored_count() -> None:
 @pytest.mark.parametrize("name", counts.JOBS)
 def test_a_message_costs_no_more_calls_than_it_did(name: str) -> None:
     before, now = counts.stored()[name], counts.count_calls(counts.JOBS[name])
-    assert now.python <= before.python, (
+    assert now.python <= before.python + ALLOWED, (
         f"{name}: {before.python} Python calls a message before, {now.python} now; {AGAIN}"
     )
-    assert now.c <= before.c, f"{name}: {before.c} calls of C a message before, {now.c} now; {AGAIN}"
+    assert now.c <= before.c + ALLOWED, f"{name}: {before.c} calls of C a message before, {now.c} now; {AGAIN}"
 
 
 def test_a_count_is_the_same_each_time() -> None:
@@ -29,4 +30,4 @@ def test_a_count_is_the_same_each_time() -> None:
 
 def test_nothing_stays_in_memory() -> None:
     slope = counts.block_slope()
-    assert abs(slope) < 0.05, f"{slope} blocks of memory stay behind each message"
+    assert abs(slope) < 0.01, f"{slope} blocks of memory stay behind each message"
