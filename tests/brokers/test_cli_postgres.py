@@ -41,6 +41,7 @@ def run(database: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A command on the test's database, which the environment names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")  # so that no cell is wrapped
     monkeypatch.setenv("STREAMFW_BROKERS__DEFAULT__URL", database.dsn)
     runner = CliRunner()
 

@@ -64,6 +64,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / f"{name}.py").write_text(SHOP)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")  # so that no cell is wrapped
     for variable in ("STREAMFW_CONFIG", "STREAMFW_BROKERS__DEFAULT__URL"):
         monkeypatch.delenv(variable, raising=False)
     yield name

@@ -57,6 +57,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setattr(module, "schemes", lambda: schemes)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")  # so that no cell is wrapped
     for variable in ("STREAMFW_CONFIG", "STREAMFW_BROKERS__DEFAULT__URL"):
         monkeypatch.delenv(variable, raising=False)
     name = f"kept://user:hidden@{next(_numbers)}"

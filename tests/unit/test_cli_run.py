@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -337,8 +338,8 @@ def test_a_signal_while_the_workers_wait_for_a_server(start: Start) -> None:
     running.until(running.nobody_left, "no worker is left")
 
 
-async def test_no_process_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
-    assert await supervise.Supervisor(["/nothing/like/it"], 2).run() == 1
+def test_no_process_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
+    assert asyncio.run(supervise.Supervisor(["/nothing/like/it"], 2).run()) == 1
     assert "worker 1 cannot be started: " in caplog.text
 
 
