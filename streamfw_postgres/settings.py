@@ -53,7 +53,8 @@ def _between(name: str, value: float, low: float, high: float, whole: bool = Fal
 def checked_url(url: str) -> str:
     """The URL, when it can be one of ours. Raises `ValueError`, without what may be a password."""
     scheme = url.partition("://")[0]
-    if scheme not in ("postgres", "postgresql", EMBEDDED) or "://" not in url:
+    rest = url.partition("://")[2].partition("?")[0]
+    if scheme not in ("postgres", "postgresql", EMBEDDED) or "://" not in url or (scheme == EMBEDDED and not rest):
         raise ValueError("url: postgres://user:password@host:port/database or postgres+embedded://PATH is needed")
     try:
         urlsplit(url).port  # noqa: B018 - it raises, with a piece of the URL in its message

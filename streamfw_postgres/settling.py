@@ -109,9 +109,10 @@ class Settler:
         if unknown and self._dead_letter is not None and not again:
             # The dead letters' queue was removed meanwhile? Make it known; what was lost is lost at the second try too.
             await self._role.fetch(self._sql.ensure_queue, self._dead_letter)
-            self._forget([d for d in deliveries if d.id in done])
-            rest = [s for s in missed if not isinstance(s.outcome, DeadLetter)]
-            return [*self._lost(rest), *await self._odd(unknown, again=True)]
+            errors = self._lost([s for s in missed if not isinstance(s.outcome, DeadLetter)])
+            ids = {id(s) for s in unknown}
+            self._forget([d for s, d in zip(settlements, deliveries, strict=True) if id(s) not in ids])
+            return [*errors, *await self._odd(unknown, again=True)]
         errors = self._lost(missed)
         self._forget(deliveries)
         return errors
