@@ -9,7 +9,7 @@ from typing import cast
 from streamfw.broker import Settlement
 from streamfw.errors import ArgumentError, LeaseLost, SettleError
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers
-from streamfw.outcome import ACK, RELEASE, DeadLetter, Drop, Outcome, Retry
+from streamfw.outcome import ACK, RELEASE, Ack, DeadLetter, Drop, Outcome, Retry
 
 from . import headers
 from .deliveries import Out, PostgresDelivery
@@ -179,7 +179,7 @@ class Settler:
             return BACK
         if isinstance(outcome, DeadLetter) and self._dead_letter is not None:
             return DEAD
-        if outcome is ACK or isinstance(outcome, Drop | DeadLetter):
+        if isinstance(outcome, Ack | Drop | DeadLetter):
             return DONE
         raise TypeError(f"not an outcome that a source settles: {outcome!r}")
 
