@@ -292,8 +292,8 @@ class Store:
         due = clock() + message.delay if message.delay > 0 else None
         self._put_everywhere(message, size, stamp, self.queues(message.name).values(), due)
 
-    def bury(self, stored: Stored, queue: Queue, name: str, outcome: DeadLetter) -> None:
-        """Move a message that was handed out by `queue` to the dead letters at `name`.
+    def bury(self, stored: Stored, attempt: int, queue: Queue, name: str, outcome: DeadLetter) -> None:
+        """Move a message that `queue` handed out, and that failed at `attempt`, to the dead letters at `name`.
 
         Not held up by the limits: its room is already taken, and settling must not wait.
         """
@@ -303,7 +303,7 @@ class Store:
                 ERROR_TYPE: outcome.error_type,
                 ORIGIN: stored.name,
                 ORIGIN_GROUP: queue.group,
-                ORIGIN_ATTEMPT: str(stored.attempt + 1),
+                ORIGIN_ATTEMPT: str(attempt),
             }
         )
         letter = Outgoing(

@@ -302,7 +302,8 @@ class MemorySource(Source):
             elif outcome is RELEASE:
                 self._queue.put_back(stored)
             elif isinstance(outcome, DeadLetter) and self._dead_letter is not None:
-                self._store.bury(stored, self._queue, self._dead_letter, outcome)
+                # The delivery's own count: the runtime counts on in it where it tries again in place.
+                self._store.bury(stored, delivery.attempt, self._queue, self._dead_letter, outcome)
             else:
                 self._store.free(1, stored.size)
 

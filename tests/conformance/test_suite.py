@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -223,11 +224,47 @@ def priorities_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @found_by("test_a_dead_letter_tells_its_origin", "test_attempts_end_in_the_dead_letter")
 def a_dead_letter_loses_its_headers(patch: pytest.MonkeyPatch) -> None:
-    def bare(self: Store, stored: Stored, queue: Queue, name: str, outcome: DeadLetter) -> None:
+    def bare(self: Store, stored: Stored, attempt: int, queue: Queue, name: str, outcome: DeadLetter) -> None:
         stored.headers = Headers()
-        bury(self, stored, queue, name, outcome)
+        bury(self, stored, attempt, queue, name, outcome)
 
     patch.setattr(Store, "bury", bare)
+
+
+@found_by("test_attempts_in_an_order_end_in_the_dead_letter")
+def a_dead_letter_forgets_attempts_in_place(patch: pytest.MonkeyPatch) -> None:
+    def first(self: Store, stored: Stored, attempt: int, queue: Queue, name: str, outcome: DeadLetter) -> None:
+        bury(self, stored, 1, queue, name, outcome)
+
+    patch.setattr(Store, "bury", first)
+
+
+@found_by("test_one_message_id_twice_is_two_messages")
+def an_id_is_taken_once(patch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+
+    def once(self: Store, message: Outgoing, size: int, stamp: float) -> None:
+        if message.message_id not in seen:
+            seen.add(message.message_id)
+            add(self, message, size, stamp)
+
+    patch.setattr(Store, "add", once)
+
+
+@found_by("test_close_includes_stop")
+def close_does_not_wake(patch: pytest.MonkeyPatch) -> None:
+    async def asleep(self: MemorySource) -> None:
+        self._closed = self._stopped = True
+
+    patch.setattr(MemorySource, "close", asleep)
+
+
+@found_by("test_a_connection_closes_the_sources_it_opened")
+def a_connection_forgets_its_sources(patch: pytest.MonkeyPatch) -> None:
+    async def only_mark(self: MemoryConnection) -> None:
+        self.closed = True
+
+    patch.setattr(MemoryConnection, "close", only_mark)
 
 
 @found_by("test_dead_letters_are_listed_requeued_and_purged")
@@ -283,6 +320,11 @@ async def test_a_fault_is_found(fault: Fault, test: str, monkeypatch: pytest.Mon
     # Whatever it raises is a failed test; that it passes is what must not be.
     with pytest.raises((Exception, pytest.fail.Exception)):
         await function(**{name: given[name] for name in wanted})
+
+
+def test_no_test_hides_another_of_its_name() -> None:
+    names = Counter(n for base in BrokerConformance.__mro__ for n in vars(base) if n.startswith("test_"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_nothing_in_the_suite_is_skipped() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from streamfw.broker import Broker, Capabilities
+from streamfw.broker import Broker, Capabilities, Order
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers, Message
 from streamfw.outcome import Backoff, DeadLetter, Drop, Retry
 from streamfw.subscriber import subscriber
@@ -15,10 +15,20 @@ from ._kit import errors_of, outgoing
 
 class AppFailureConformance(AppKit):
     async def test_attempts_end_in_the_dead_letter(self, broker: Broker, name: str) -> None:
+        await self._attempts_end(broker, name, None)
+
+    async def test_attempts_in_an_order_end_in_the_dead_letter(
+        self, broker: Broker, name: str, capabilities: Capabilities
+    ) -> None:
+        """A message of an ordered subscriber is tried again in place, with those behind it waiting."""
+        for order in sorted(capabilities.ordered_by):
+            await self._attempts_end(broker, f"{name}.{order}", order)
+
+    async def _attempts_end(self, broker: Broker, name: str, order: Order | None) -> None:
         attempts: list[int] = []
         letters: list[Message] = []
 
-        @subscriber(name, attempts=3, backoff=AT_ONCE)
+        @subscriber(name, attempts=3, backoff=AT_ONCE, ordered_by=order)
         async def fail(message: Message) -> None:
             attempts.append(message.attempt)
             raise LookupError("no such item")
@@ -70,7 +80,7 @@ class AppFailureConformance(AppKit):
         assert by_id[bad.message_id].headers.raw("a") == b"\x80"
         assert by_id[bad.message_id].headers[ORIGIN_ATTEMPT] == "1", "trying again would not help"
 
-    async def test_the_pause_of_a_retry(self, broker: Broker, name: str, capabilities: Capabilities) -> None:
+    async def test_a_handler_that_asks_for_a_pause(self, broker: Broker, name: str, capabilities: Capabilities) -> None:
         times: list[float] = []
 
         @subscriber(name, attempts=3)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from streamfw.broker import Broker, Capabilities, Delivery
+from streamfw.broker import Broker, Capabilities, Delivery, Subscription
 from streamfw.errors import StreamError, Unroutable
 from streamfw.message import Headers
 
@@ -60,6 +60,20 @@ class DeliveryConformance(ConformanceKit):
                 await asyncio.gather(work(first), work(second))
             assert sorted(ids(taken)) == sorted(expected), "each message goes to exactly one source of the group"
 
+    async def test_two_sources_of_one_connection_compete(self, broker: Broker, name: str) -> None:
+        async with self.member(broker, name) as first:
+            second = Member(first.connection, await first.connection.open(Subscription(name)), self.patience)
+            expected = [i for number in range(40) for i in await first.send(name, b"x", key=f"key-{number}")]
+            taken: list[Delivery] = []
+            deadline = time.monotonic() + self.patience
+            while len(taken) < 40 and time.monotonic() < deadline:
+                for member in (first, second):
+                    chunk = await member.poll(self.quiet, limit=5)
+                    taken += chunk
+                    await member.acknowledge(chunk)
+            assert sorted(ids(taken)) == sorted(expected)
+            await second.close()
+
     async def test_every_group_gets_every_message(self, broker: Broker, name: str) -> None:
         async with self.member(broker, name, "one") as one, self.member(self.another(broker), name, "two") as two:
             expected = await one.send(name, *numbered(20))
@@ -108,6 +122,14 @@ class DeliveryConformance(ConformanceKit):
                 taken = await back.take(5)
                 assert sorted(ids(taken)) == sorted(expected)
                 await back.acknowledge(taken)
+
+    async def test_one_message_id_twice_is_two_messages(self, broker: Broker, name: str) -> None:
+        async with self.member(broker, name) as member:
+            await member.send(name, b"1", b"2", message_id="the same", key="one")
+            await member.send(name, b"3", message_id="the same", key="one")
+            taken = await member.take(3)
+            assert (ids(taken), bodies(taken)) == (["the same"] * 3, [b"1", b"2", b"3"])
+            await member.acknowledge(taken)
 
     async def test_names_are_apart(self, broker: Broker, name: str) -> None:
         async with self.member(broker, f"{name}.a") as a, self.member(broker, f"{name}.b") as b:

@@ -51,6 +51,26 @@ class LifecycleConformance(ConformanceKit):
             assert time.monotonic() - began < self.grace + 1
             assert list(await member.source.fetch(10, 1000)) == [], "and every later one"
 
+    async def test_close_includes_stop(self, broker: Broker, name: str) -> None:
+        async with broker.connect() as connection:
+            source = await connection.open(Subscription(name))
+            fetch = asyncio.create_task(_fetch(source.fetch, 1))
+            await asyncio.wait({fetch}, timeout=self.quiet / 2)
+            await source.close()
+            await asyncio.wait({fetch}, timeout=self.patience)
+            assert fetch.done(), "a pending fetch ends with its source"
+            assert fetch.result() in ("nothing", "BrokerClosed")
+
+    async def test_a_connection_closes_the_sources_it_opened(self, broker: Broker, name: str) -> None:
+        async with broker.connect() as connection:
+            member = Member(connection, await connection.open(Subscription(name)), self.patience)
+            sent = await member.send(name, *numbered(3), key="one")
+            assert ids(await member.take(3)) == sent
+        async with self.member(self.another(broker), name) as successor:
+            again = await successor.take(3)
+            assert (ids(again), [delivery.attempt for delivery in again]) == (sent, [1, 1, 1])
+            await successor.acknowledge(again)
+
     async def test_stop_keeps_what_is_out(self, broker: Broker, name: str) -> None:
         async with self.member(broker, name) as first, self.member(self.another(broker), name) as second:
             sent = [i for number in range(40) for i in await first.send(name, b"x", key=f"key-{number}")]
@@ -113,6 +133,7 @@ class LifecycleConformance(ConformanceKit):
             with pytest.raises(BrokerClosed):
                 async with source.transaction(taken):
                     pytest.fail("a transaction of a closed connection was entered")
+        assert not source.health().ok, "what it knows of itself it tells without the connection"
         for end in (source.stop, source.close):
             # Both are called on the way out, where nobody is helped by an error; but one may say so.
             with contextlib.suppress(BrokerClosed):

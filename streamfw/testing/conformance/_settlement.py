@@ -11,7 +11,7 @@ import pytest
 from streamfw.broker import Broker, Capabilities, Settlement
 from streamfw.errors import SettleError, Unsupported
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers
-from streamfw.outcome import ACK, RELEASE, DeadLetter, Drop, Outcome, Retry
+from streamfw.outcome import ACK, RELEASE, Ack, DeadLetter, Drop, Outcome, Retry
 
 from ._kit import ConformanceKit, Member, bodies, errors_of, ids, numbered, outgoing
 
@@ -26,7 +26,7 @@ class SettlementConformance(ConformanceKit):
         async with self.member(self.another(broker), name) as successor:
             await successor.expect_nothing(self.quiet)
 
-    @pytest.mark.parametrize("outcome", [ACK, Drop()], ids=["ACK", "Drop"])
+    @pytest.mark.parametrize("outcome", [ACK, Ack(), Drop()], ids=["ACK", "Ack()", "Drop()"])
     async def test_what_ended_does_not_come_back(self, broker: Broker, name: str, outcome: Outcome) -> None:
         async with self._one_taken(broker, name) as (member, _):
             assert await member.settle(await member.take(3), outcome) == []
