@@ -68,6 +68,10 @@ class BatchCrew(Crew):
         """Fill `messages` from what is ready, taking lanes; what another worker's lane holds up is parked there."""
         ready, table, size = self.ready, self.lanes.table, self.batch.size
         ours = {message.lane for message in messages}
+        for lane in ours:  # first what others have parked here while this worker lingered: it came before
+            parked = table.get(lane)
+            while parked and len(messages) < size:
+                messages.append(parked.popleft())
         while ready and len(messages) < size:
             message = ready.popleft()
             lane = message.lane
