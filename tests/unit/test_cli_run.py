@@ -225,7 +225,7 @@ def test_several_workers_drain(start: Start) -> None:
     assert len(workers) == 2
     running.until_noted("began", 2)
     running.process.send_signal(signal.SIGTERM)
-    running.until(lambda: running.log.read_text().count("draining (") == 2, "both workers drain")
+    running.until(lambda: running.log.read_text().count(": draining\n") == 2, "both workers drain")
     (running.directory / "go-on").touch()
     assert running.code() == 0
     assert running.noted("done") == running.noted("ended") == workers
@@ -238,7 +238,7 @@ def test_a_signal_to_every_process_drains_too(start: Start) -> None:
     running.until_noted("began", 2)
     for pid in (running.process.pid, *workers, *workers):
         os.kill(pid, signal.SIGTERM)
-    running.until(lambda: running.log.read_text().count("draining (") == 2, "both workers drain")
+    running.until(lambda: running.log.read_text().count(": draining\n") == 2, "both workers drain")
     (running.directory / "go-on").touch()
     assert running.code() == 0
     assert running.noted("ended") == workers
