@@ -113,6 +113,10 @@ class App:
         self._brokers[name] = broker
         self._built = None
 
+    def configure(self, config: str | Path) -> None:
+        """Read this configuration file, over the one that the app was made with. Before the app is built."""
+        self._config, self._settings, self._built = config, None, None
+
     def broker(self, name: str = "default") -> Broker:
         """The broker in force under this name; builds the app. Raises `NotRunning` where there is none."""
         brokers = self.build().brokers

@@ -17,7 +17,7 @@ import msgspec
 
 from .broker import Broker, Capabilities, Delivery, Source, Subscription
 from .codec import Codec
-from .config import Settings, SubscriberSettings, make_broker, near
+from .config import Settings, SubscriberSettings, make_broker, near, options_for
 from .errors import BuildError, ConfigError, StreamError
 from .handler import Call, Compiled, compile_call
 from .message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Message, Outgoing
@@ -112,8 +112,8 @@ class Builder:
         if isinstance(given, Broker):
             return given
         if isinstance(given, str):
-            # An URL given as argument takes the place of the file's, and keeps its other options.
-            options = {k: v for k, v in self._settings.brokers.get(name, {}).items() if k != "url"}
+            # A URL given as argument takes the place of the configured one, and keeps its other options.
+            options = options_for(given, self._settings.brokers.get(name, {}))
             return make_broker(f"brokers.{name}", given, options)
         options = dict(given)
         return make_broker(f"brokers.{name}", options.pop("url"), options)

@@ -30,7 +30,7 @@ import msgspec
 from .broker import Broker
 from .errors import ConfigError, redact
 
-__all__ = ["Settings", "SubscriberSettings", "load", "make_broker", "schemes"]
+__all__ = ["Settings", "SubscriberSettings", "load", "make_broker", "options_for", "schemes"]
 
 PREFIX: Final = "STREAMFW_"
 CONFIG: Final = "STREAMFW_CONFIG"
@@ -72,10 +72,34 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     environ = os.environ if environ is None else environ
     named = path if path is not None else environ.get(CONFIG)
     tree = _read(Path(named or "streamfw.toml"), required=named is not None)
+    _forget_other_kinds(tree, environ)
     for key, value in environ.items():
         if key.startswith(PREFIX) and key != CONFIG:
             _put(tree, key, value)
     return _settings(tree)
+
+
+def _forget_other_kinds(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Where the environment names a broker of another kind, the file's options for it mean nothing to that kind."""
+    brokers: Any = tree.get("brokers")
+    for name, table in list(brokers.items()) if isinstance(brokers, dict) else ():
+        url = environ.get(f"{PREFIX}BROKERS__{name.upper()}__URL")
+        if url is not None and isinstance(table, dict):
+            brokers[name] = {"url": url, **options_for(url, table)}
+
+
+def options_for(url: str, configured: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a configured broker that go on to hold for `url`: all of them when it is the same kind of broker,
+    none when it is another."""
+    installed = schemes()
+
+    def kind(address: object) -> str | None:
+        point = installed.get(str(address).partition("://")[0])
+        return None if point is None else str(point.value)
+
+    if kind(url) != kind(configured.get("url", "")):
+        return {}
+    return {option: value for option, value in configured.items() if option != "url"}
 
 
 def _read(path: Path, required: bool) -> dict[str, Any]:
@@ -172,6 +196,8 @@ def make_broker(path: str, url: str, options: Mapping[str, Any] | None = None) -
         extra = EXTRAS.get((error.name or "").split(".")[0])
         hint = f"install it with: pip install 'streamfw[{extra}]'" if extra else "is its package installed?"
         raise ConfigError(f"{path}.url", f"the {scheme} broker needs {error.name}; {hint}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{path}.url", f"the entry point of {scheme}:// is broken: {error}") from error
     checked = _broker_options(path, factory, options or {})
     try:
         broker = factory(url, **checked)

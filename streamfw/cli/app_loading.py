@@ -41,7 +41,7 @@ def load_app(target: str, config: Path | None = None) -> App:
     app = _attribute(module_name, module, attribute)
     if config is not None:
         # The command line wins over App(config=..), as its --broker wins over App(brokers=..).
-        app._config, app._settings, app._built = config, None, None  # pyright: ignore[reportPrivateUsage]
+        app.configure(config)
     return app
 
 

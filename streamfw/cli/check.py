@@ -13,7 +13,6 @@ from streamfw.errors import BuildError, redact
 from streamfw.memory import MemoryBroker
 
 from .app_loading import load_app
-from .brokers import use_broker
 from .output import BrokerUrl, console, errors_of, reporting, say, show_errors, table
 from .run import AppName
 
@@ -30,7 +29,7 @@ def check(app: AppName, broker: BrokerUrl = None) -> None:
     here = _build(loaded)
     built = here
     if broker is not None:
-        use_broker(loaded, broker)
+        loaded.use(broker)
         built = _build(loaded)
         if isinstance(here, Built):
             _show_moves(here, built, redact(broker))

@@ -16,14 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-
-from streamfw.app import App
+from collections.abc import Callable
 
 __all__ = ["RUNNING", "Lifeline"]
 
@@ -41,40 +37,26 @@ class Lifeline:
         self._socket = socket.socket(fileno=fd)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._patience = GRACE
-        self._asked = False
+        self._stop: Callable[[str], None] = _nothing
+        self.drain_timeout = 0.0
         threading.Thread(target=self._watch, name="streamfw-lifeline", daemon=True).start()
 
-    def hold(self, app: App) -> None:
-        """Tell the supervisor when `app` runs, and drain it when the lifeline ends."""
-        running = app.running
+    def attach(self, loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:
+        """See `streamfw.runtime.main.Tie`."""
+        with self._lock:
+            self._loop, self._stop = loop, stop
 
-        @asynccontextmanager
-        async def held() -> AsyncGenerator[App, None]:
-            # `App.run` has set its own handlers by now: SIGINT stays its, and everything else becomes one SIGINT.
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGTERM, self._ask)
-            with self._lock:
-                self._loop, self._patience = loop, app.settings.drain_timeout + GRACE
-            try:
-                async with running() as same:
-                    self._report()
-                    yield same
-            finally:
-                self._asked = True  # drained: from here on the handler of SIGINT may be Python's own
-
-        vars(app)["running"] = held
-
-    def _report(self) -> None:
+    def started(self) -> None:
+        """Tell the supervisor that the app runs."""
         try:
             self._socket.send(RUNNING)
         except OSError:
             pass  # the supervisor is gone: the watch sees that, too
 
-    def _ask(self) -> None:
-        if not self._asked:
-            self._asked = True
-            signal.raise_signal(signal.SIGINT)
+    def ended(self) -> None:
+        """Nothing is left to ask for."""
+        with self._lock:
+            self._stop = _nothing
 
     def _watch(self) -> None:
         try:
@@ -85,10 +67,15 @@ class Lifeline:
             if self._loop is None:
                 os._exit(0)  # still importing: nothing is connected, nothing to drain
             try:
-                self._loop.call_soon_threadsafe(self._ask)
+                self._loop.call_soon_threadsafe(self._stop, "the supervisor asks for it")
             except RuntimeError:
                 return  # the loop has ended, and the process is about to
-        time.sleep(self._patience)
-        logger.error("not drained %.0f s after it was asked for: a handler blocks; ending", self._patience)
+        patience = self.drain_timeout + GRACE
+        time.sleep(patience)
+        logger.error("not drained %.0f s after it was asked for: a handler blocks; ending", patience)
         logging.shutdown()
         os._exit(1)
+
+
+def _nothing(reason: str) -> None:
+    """No app runs (yet, or any more)."""

@@ -10,9 +10,9 @@ import typer
 
 from streamfw.app import App
 from streamfw.memory import MemoryBroker
+from streamfw.runtime.main import run as run_app
 
 from .app_loading import load_app
-from .brokers import use_broker
 from .lifeline import Lifeline
 from .output import BrokerUrl, reporting
 from .supervise import supervise
@@ -45,10 +45,10 @@ def run(
     line = None if lifeline is None else Lifeline(lifeline)
     loaded = load_app(app, config)
     if broker is not None:
-        use_broker(loaded, broker)
+        loaded.use(broker)
     if line is not None:
         _as_worker(loaded, line)
-    loaded.run(wait=wait)
+    raise typer.Exit(run_app(loaded, wait, line))
 
 
 def _arguments(app: str, broker: str | None, wait: float | None, config: Path | None) -> list[str]:
@@ -63,4 +63,4 @@ def _as_worker(app: App, line: Lifeline) -> None:
     for broker in app.build().brokers.values():
         if isinstance(broker, MemoryBroker):
             logger.warning("%s: each worker process has messages of its own there", broker.describe())
-    line.hold(app)
+    line.drain_timeout = app.settings.drain_timeout

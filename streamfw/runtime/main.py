@@ -7,22 +7,36 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streamfw.errors import BrokerError, StreamError
 
 if TYPE_CHECKING:
     from streamfw.app import App
 
-__all__ = ["run"]
+__all__ = ["Tie", "run"]
 
 logger = logging.getLogger("streamfw")
 
 
-def run(app: App, wait: float | None = None) -> int:
+class Tie(Protocol):
+    """What ties the process to one that supervises it. With a tie any number of signals is one request to drain: a
+    service manager may signal all processes of a service at once, and only the supervisor ends this one harder."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:
+        """The loop runs; `stop` (to be called in it, with the reason) asks for a drain."""
+
+    def started(self) -> None:
+        """The app runs."""
+
+    def ended(self) -> None:
+        """The app has drained, or failed; the process is about to end."""
+
+
+def run(app: App, wait: float | None = None, tie: Tie | None = None) -> int:
     """Run `app` until a signal; return the exit code: 0 after a drain, 1 after a failure. A second signal ends the
-    process at once, with 130."""
+    process at once, with 130 (not with a `tie`)."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
@@ -32,7 +46,7 @@ def run(app: App, wait: float | None = None) -> int:
         return 1
     if wait is not None:
         app.settings.wait = wait
-    return _run(_main(app), uvloop=app.settings.uvloop)
+    return _run(_main(app, tie), uvloop=app.settings.uvloop)
 
 
 def _run(main: Coroutine[Any, Any, int], uvloop: bool) -> int:
@@ -48,28 +62,34 @@ def _run(main: Coroutine[Any, Any, int], uvloop: bool) -> int:
         return runner.run(main)
 
 
-async def _main(app: App) -> int:
+async def _main(app: App, tie: Tie | None) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None
     started = False
 
-    def on_signal(number: int) -> None:
+    def stop(reason: str) -> None:
         if stopped.is_set():
-            logger.warning("%s again: ending at once", signal.Signals(number).name)
+            if tie is not None:
+                return
+            logger.warning("%s again: ending at once", reason)
             logging.shutdown()
             os._exit(130)
-        logger.info("%s: draining (a second signal ends at once)", signal.Signals(number).name)
+        logger.info("%s: draining%s", reason, "" if tie is not None else " (a second signal ends at once)")
         stopped.set()
         if not started:  # still waiting for a server: nothing to drain
             main.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(number, stop, signal.Signals(number).name)
+    if tie is not None:
+        tie.attach(loop, stop)
     try:
         async with app.running():
             started = True
+            if tie is not None:
+                tie.started()
             await stopped.wait()
     except asyncio.CancelledError:
         if not stopped.is_set():
@@ -85,6 +105,8 @@ async def _main(app: App) -> int:
         logger.exception("the app failed")
         return 1
     finally:
+        if tie is not None:
+            tie.ended()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     logger.info("drained")

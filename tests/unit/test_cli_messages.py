@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from streamfw import config
 from streamfw.broker import Broker, Capabilities, Connection
-from streamfw.cli import brokers
 from streamfw.cli.program import program
 from streamfw.errors import BrokerUnavailable
 from streamfw.memory import MemoryBroker
@@ -53,8 +52,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of a broker of the test's own."""
     point = EntryPoint("kept", f"{__name__}:KeptBroker", "streamfw.brokers")
     schemes = {**config.schemes(), "kept": point}
-    for module in (config, brokers):
-        monkeypatch.setattr(module, "schemes", lambda: schemes)
+    monkeypatch.setattr(config, "schemes", lambda: schemes)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")  # so that no cell is wrapped
