@@ -39,7 +39,11 @@ class JsonCodec:
         if _is_pydantic(annotation):
             validate: Callable[[bytes], Any] = annotation.model_validate_json
             return validate
-        return msgspec.json.Decoder(annotation).decode
+        decode = msgspec.json.Decoder(annotation).decode
+        if custom := _not_json(annotation):
+            names = ", ".join(getattr(kind, "__qualname__", repr(kind)) for kind in custom)
+            raise TypeError(f"JSON has nothing that becomes {names}")
+        return decode
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, bytes):
@@ -67,6 +71,27 @@ def _is_pydantic(annotation: Any) -> bool:
     # A model's class exists only where pydantic is imported already, so this never imports it.
     pydantic = sys.modules.get("pydantic")
     return pydantic is not None and isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
+
+
+def _not_json(annotation: Any) -> list[Any]:
+    """The types in `annotation`, at any depth, that msgspec leaves to a hook. Without one it would refuse every body,
+    so it is better said at build: most often a marker (State, ..) was forgotten."""
+    from msgspec import inspect
+
+    found: list[Any] = []
+    ahead: list[Any] = [inspect.type_info(annotation)]
+    seen: set[int] = set()
+    while ahead:
+        info = ahead.pop()
+        if isinstance(info, inspect.CustomType):
+            found.append(info.cls)
+        if not isinstance(info, inspect.Type | inspect.Field) or id(info) in seen:
+            continue
+        seen.add(id(info))
+        for name in info.__struct_fields__:
+            value = getattr(info, name)
+            ahead.extend(value if isinstance(value, tuple) else (value,))
+    return found
 
 
 def _enc_hook(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, get_args, get_origin
 
 import msgspec
 
-from .codec import Codec
+from .codec import Codec, JsonCodec
 from .errors import ArgumentError, BuildError, DecodeError
 from .message import Headers, Message
 
@@ -153,7 +153,9 @@ class _Builder:
 
     def marked(self, parameter: inspect.Parameter, kind: Any, marker: Any) -> bool:
         name = parameter.name
-        if isinstance(marker, Header):
+        if isinstance(marker, type) and issubclass(marker, Header | DeliveryField):
+            self.error(f"parameter {name!r}: {marker.__name__} needs a name, {marker.__name__}(\"..\")")
+        elif isinstance(marker, Header):
             self.header(parameter, kind, marker.name)
         elif marker is State or isinstance(marker, State):
             self.states[name] = kind
@@ -182,9 +184,11 @@ class _Builder:
         name = parameter.name
         if self.batch:
             return self.error(f"parameter {name!r} is a header of one message, and this handler takes a batch of them")
+        try:
+            JsonCodec().decoder(kind)
+        except TypeError:
+            return self.error(f"parameter {name!r}: the text of a header cannot become {kind!r}")
         optional = parameter.default is not parameter.empty
-        if optional:
-            self.names[f"_default_{name}"] = parameter.default
         self.names[f"_header_{name}"] = _header_getter(header, kind, optional, parameter.default)
         self.early.append(f"        _value_{name} = _header_{name}(_headers)")
         self.arguments[name] = f"_value_{name}"
@@ -298,9 +302,10 @@ def _argument_error(error: Exception) -> ArgumentError:
 
 def _header_getter(name: str, kind: Any, optional: bool, default: Any) -> Callable[[Headers], Any]:
     convert: Callable[[Headers], Any] | None = None
-    if kind is bytes:
+    kinds = {one for one in get_args(kind) or (kind,) if one is not type(None)}
+    if kinds == {bytes}:
         convert = lambda headers: headers.raw(name)  # noqa: E731
-    elif kind is not str and get_args(kind) != (str, type(None)):
+    elif kinds != {str}:
         convert = lambda headers: msgspec.convert(headers[name], kind, strict=False)  # noqa: E731
 
     def get(headers: Headers) -> Any:

@@ -29,15 +29,21 @@ def outgoing(
     reply_to: str | None = None,
     priority: int = 0,
 ) -> Outgoing:
-    """Encode one message. Raises `Rejected` when the payload has no encoding, `ValueError` on a malformed option."""
+    """Encode one message. Raises `Rejected` when the payload has no encoding, `ValueError` on a malformed option,
+    `TypeError` on a header that is neither text nor bytes."""
     identity = message_id or new_message_id()
     if not name or not isinstance(name, str):
         raise ValueError(f"the name to publish to is text and not empty, not {name!r}")
-    if not 0 <= delay < 10**9:
+    if not isinstance(delay, int | float) or not 0 <= delay < 10**9:
         raise ValueError(f"delay={delay!r}: seconds from now, zero or more")
+    if not isinstance(priority, int):
+        raise ValueError(f"priority={priority!r}: a whole number")
+    for option, value in (("key", key), ("message_id", message_id)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{option}={value!r}: text, or None")
     try:
         body = codec.encode(payload)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a cycle, a number beyond 64 bits, whatever a codec of somebody's own raises
         raise Rejected(f"the payload cannot be encoded: {error}", name=name, message_id=identity) from error
     all_headers = NO_HEADERS if headers is None else Headers(headers)
     known = ((CONTENT_TYPE, codec.content_type), (CORRELATION_ID, correlation_id), (REPLY_TO, reply_to))
@@ -82,7 +88,8 @@ class Publisher(Generic[T]):
         """Publish `payload` and return its message id once the broker has accepted it.
 
         `key` orders it among its own; `delay` is in seconds; `message_id` is a UUIDv7 when none is given; a smaller
-        `priority` comes first. Concurrent publishes go together. Raises a `PublishError`, or `NotRunning`.
+        `priority` comes first. Concurrent publishes go together. Raises a `PublishError`, or `NotRunning`; `ValueError`
+        and `TypeError` on malformed options.
         """
         if self._target is None:
             raise NotRunning(f"publisher of {self.name!r} belongs to no app: App(.., publishers=[it])")
