@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from streamfw.broker import Broker
@@ -44,7 +46,10 @@ class TestPostgres18(OnPostgres):
 
 
 class TestPostgres15(OnPostgres):
-    """Debian's server, over TLS."""
+    """Debian's server, over TLS; it is there, and refuses the wrong password."""
+
+    def unreachable(self, broker: Broker, password: str) -> Broker:
+        return PostgresBroker(replace(self.facts, password=password).dsn)
 
     @pytest.fixture
     def server(self, database15: Postgres) -> Postgres:
