@@ -26,16 +26,7 @@ from heapq import heappop, heappush
 import msgspec
 
 from .errors import BrokerRefused
-from .message import (
-    ERROR,
-    ERROR_TYPE,
-    ORIGIN,
-    ORIGIN_ATTEMPT,
-    ORIGIN_GROUP,
-    Headers,
-    Message,
-    Outgoing,
-)
+from .message import ORIGIN, ORIGIN_GROUP, Headers, Message, Outgoing, dead_letter_headers, original_headers
 from .outcome import DeadLetter
 
 __all__ = ["Queue", "Store", "Stored", "as_messages", "clock", "now"]
@@ -45,8 +36,6 @@ clock = time.monotonic
 
 UNCLAIMED = ""
 """The queue of a topic that no group has registered for yet."""
-
-DEAD_LETTER_HEADERS = frozenset({ERROR, ERROR_TYPE, ORIGIN, ORIGIN_GROUP, ORIGIN_ATTEMPT})
 
 
 class Stored(msgspec.Struct, gc=False):
@@ -297,14 +286,8 @@ class Store:
 
         Not held up by the limits: its room is already taken, and settling must not wait.
         """
-        headers = stored.headers.merged(
-            {
-                ERROR: outcome.reason,
-                ERROR_TYPE: outcome.error_type,
-                ORIGIN: stored.name,
-                ORIGIN_GROUP: queue.group,
-                ORIGIN_ATTEMPT: str(attempt),
-            }
+        headers = dead_letter_headers(
+            stored.headers, outcome.reason, outcome.error_type, stored.name, queue.group, attempt
         )
         letter = Outgoing(
             name=name, body=stored.body, message_id=stored.message_id, key=stored.key, headers=headers,
@@ -319,10 +302,9 @@ class Store:
         name, group = (_text(letter.headers.raw(header)) for header in (ORIGIN, ORIGIN_GROUP))
         if not name or not group:
             return False
-        pairs = tuple(pair for pair in letter.headers.pairs if pair[0] not in DEAD_LETTER_HEADERS)
         again = Outgoing(
-            name=name, body=letter.body, message_id=letter.message_id, key=letter.key, headers=Headers.of(pairs),
-            priority=letter.priority,
+            name=name, body=letter.body, message_id=letter.message_id, key=letter.key,
+            headers=original_headers(letter.headers), priority=letter.priority,
         )  # fmt: skip
         self._put_everywhere(again, letter.size, letter.timestamp, [self.register(name, group)], None)
         return True

@@ -20,7 +20,7 @@ from .codec import Codec
 from .config import Settings, SubscriberSettings, make_broker, near, options_for
 from .errors import BuildError, ConfigError, StreamError
 from .handler import Call, Compiled, compile_call
-from .message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Message, Outgoing
+from .message import Message, Outgoing, dead_letter_headers
 from .middleware import Middleware, compose
 from .outcome import DeadLetter, Outcome, Policy
 from .publisher import Publisher, send
@@ -275,14 +275,8 @@ class Builder:
 
 def dead_letter_of(delivery: Message, outcome: DeadLetter, target: str, group: str) -> Outgoing:
     """The dead letter of a delivery: its bytes and headers, the error, and where it comes from."""
-    headers = delivery.headers.merged(
-        {
-            ERROR: outcome.reason,
-            ERROR_TYPE: outcome.error_type,
-            ORIGIN: delivery.name,
-            ORIGIN_GROUP: group,
-            ORIGIN_ATTEMPT: str(delivery.attempt),
-        }
+    headers = dead_letter_headers(
+        delivery.headers, outcome.reason, outcome.error_type, delivery.name, group, delivery.attempt
     )
     return Outgoing(name=target, body=delivery.body, message_id=delivery.message_id, key=delivery.key, headers=headers)
 

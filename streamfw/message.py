@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTENT_TYPE",
     "CORRELATION_ID",
+    "DEAD_LETTER_HEADERS",
     "ERROR",
     "ERROR_TYPE",
     "NO_HEADERS",
@@ -31,7 +32,9 @@ __all__ = [
     "Headers",
     "Message",
     "Outgoing",
+    "dead_letter_headers",
     "new_message_id",
+    "original_headers",
 ]
 
 HeaderValues: TypeAlias = "Mapping[str, str | bytes] | Iterable[tuple[str, str | bytes | None]]"
@@ -138,6 +141,21 @@ def _value(name: str, value: object) -> bytes | None:
 
 
 NO_HEADERS: Final = Headers()
+DEAD_LETTER_HEADERS: Final = frozenset({ERROR, ERROR_TYPE, ORIGIN, ORIGIN_GROUP, ORIGIN_ATTEMPT})
+
+
+def dead_letter_headers(
+    original: Headers, reason: str, error_type: str, origin: str, group: str, attempt: int
+) -> Headers:
+    """The headers of a dead letter: the original's own, the error, and where it comes from."""
+    told = {ERROR: reason, ERROR_TYPE: error_type, ORIGIN: origin, ORIGIN_GROUP: group, ORIGIN_ATTEMPT: str(attempt)}
+    # An error's text may hold what is not text (a surrogate from somebody's file name): it must not fail here.
+    return original.merged({name: value.encode("utf-8", "replace") for name, value in told.items()})
+
+
+def original_headers(letter: Headers) -> Headers:
+    """What the headers of a dead letter were before it became one."""
+    return Headers.of(tuple(pair for pair in letter.pairs if pair[0] not in DEAD_LETTER_HEADERS))
 
 
 class Message(msgspec.Struct, gc=False, kw_only=True):

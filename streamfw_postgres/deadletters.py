@@ -9,7 +9,7 @@ import asyncpg
 
 from streamfw.broker import DeadLetters
 from streamfw.errors import ArgumentError
-from streamfw.message import ERROR, ERROR_TYPE, NO_HEADERS, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers, Message
+from streamfw.message import NO_HEADERS, ORIGIN, ORIGIN_GROUP, Headers, Message, original_headers
 
 from . import headers
 from .roles import Role
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["PostgresDeadLetters"]
 
 _BATCH = 500
-_OURS = frozenset({ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP})
 _MINE = "m.consumer in (select c.id from {schema}.consumer c where c.queue = $1)"
 _LIST = f"""
 select m.message_id, m.key, m.headers, m.body, date_part('epoch', m.created_at), m.attempt from {{schema}}.message m
@@ -104,8 +103,7 @@ class PostgresDeadLetters(DeadLetters):
                 seen.add((message_id, origin, group))
                 ids.append(row_id)
                 consumers.append(known[origin, group] if first else None)
-                kept = tuple(pair for pair in read.pairs if pair[0] not in _OURS)
-                restored.append(headers.encode(Headers.of(kept)) if kept else None)
+                restored.append(headers.encode(original_headers(read)))
             status = await connection.execute(self._requeue, ids, consumers, restored)
         for origin, _ in known:
             self._connection.available(origin)

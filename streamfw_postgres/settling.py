@@ -8,7 +8,7 @@ from typing import cast
 
 from streamfw.broker import Settlement
 from streamfw.errors import ArgumentError, LeaseLost, SettleError
-from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers
+from streamfw.message import Headers, dead_letter_headers
 from streamfw.outcome import ACK, RELEASE, Ack, DeadLetter, Drop, Outcome, Retry
 
 from . import headers
@@ -189,14 +189,9 @@ class Settler:
         except ArgumentError:
             original = Headers([(RAW_HEADERS, delivery.raw_headers)])
         reason = outcome.reason if isinstance(outcome, DeadLetter) else ""
-        told = {
-            ERROR: reason.encode("utf-8", "replace"),
-            ERROR_TYPE: getattr(outcome, "error_type", "").encode("utf-8", "replace"),
-            ORIGIN: delivery.name,
-            ORIGIN_GROUP: self._group,
-            ORIGIN_ATTEMPT: str(delivery.attempt),
-        }
-        return headers.encode(original.merged(told))
+        kind = getattr(outcome, "error_type", "")
+        told = dead_letter_headers(original, reason, kind, delivery.name, self._group, delivery.attempt)
+        return headers.encode(told)
 
 
 def _lease_lost(delivery: PostgresDelivery) -> LeaseLost:
