@@ -10,7 +10,8 @@
     [subscribers.ship]                     the function's name
     workers = 8                            STREAMFW_SUBSCRIBERS__SHIP__WORKERS=8
 
-``STREAMFW_CONFIG`` names another file. Every wrong key or value is a `ConfigError` with its path.
+``STREAMFW_CONFIG`` names another file. Every wrong key or value is a `ConfigError` with its path, and the
+variable that set it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import inspect
 import os
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 import msgspec
 
 from .broker import Broker
-from .errors import ConfigError, redact
+from .errors import ConfigError, StreamError, redact
 
-__all__ = ["Settings", "SubscriberSettings", "load", "make_broker", "options_for", "schemes"]
+__all__ = ["Settings", "SubscriberSettings", "load", "make_broker", "options_for", "read", "schemes"]
 
 PREFIX: Final = "STREAMFW_"
 CONFIG: Final = "STREAMFW_CONFIG"
@@ -69,14 +72,29 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
 
     Raises `ConfigError` naming the first wrong key.
     """
+    settings, errors = read(path, environ)
+    errors += [_no_url(name) for name, table in settings.brokers.items() if not table.get("url")]
+    if errors:
+        raise errors[0]
+    return settings
+
+
+def read(
+    path: str | Path | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Settings, list[ConfigError]]:
+    """The same as `load`, with every mistake, and the settings of all that is right. A broker may lack its URL: it may
+    be given as an argument."""
     environ = os.environ if environ is None else environ
     named = path if path is not None else environ.get(CONFIG)
-    tree = _read(Path(named or "streamfw.toml"), required=named is not None)
-    _forget_other_kinds(tree, environ)
-    for key, value in environ.items():
+    reading = _Reading()
+    with reading.collecting():
+        reading.tree = _parsed(Path(named or "streamfw.toml"), required=named is not None)
+    _forget_other_kinds(reading.tree, environ)
+    for key, value in sorted(environ.items()):
         if key.startswith(PREFIX) and key != CONFIG:
-            _put(tree, key, value)
-    return _settings(tree)
+            with reading.collecting():
+                reading.put(key, value)
+    return reading.settings(), reading.errors
 
 
 def _forget_other_kinds(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -89,20 +107,20 @@ def _forget_other_kinds(tree: dict[str, Any], environ: Mapping[str, str]) -> Non
 
 
 def options_for(url: str, configured: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a configured broker that go on to hold for `url`: all of them when it is the same kind of broker,
-    none when it is another."""
+    """The options of a configured broker that go on to hold for `url`: all of them when it is the same kind of broker
+    (or none was named), none when it is another."""
     installed = schemes()
 
     def kind(address: object) -> str | None:
         point = installed.get(str(address).partition("://")[0])
         return None if point is None else str(point.value)
 
-    if kind(url) != kind(configured.get("url", "")):
+    if configured.get("url") and kind(url) != kind(configured["url"]):
         return {}
     return {option: value for option, value in configured.items() if option != "url"}
 
 
-def _read(path: Path, required: bool) -> dict[str, Any]:
+def _parsed(path: Path, required: bool) -> dict[str, Any]:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -117,56 +135,100 @@ def _read(path: Path, required: bool) -> dict[str, Any]:
         raise ConfigError(str(path), f"is not TOML: {error}") from error
 
 
-def _put(tree: dict[str, Any], variable: str, value: str) -> None:
-    *parents, last = variable[len(PREFIX) :].lower().split("__")
-    for parent in parents:
-        below = tree.setdefault(parent, {})
-        if not isinstance(below, dict):
-            raise ConfigError(variable, f"{parent!r} is a value in the file, not a table")
-        tree = below
-    if not last or not all(parents):
-        raise ConfigError(variable, "an empty name between underscores")
-    tree[last] = value
+class _Reading:
+    """File and environment on their way to settings: the tree of both, who set what, and what is wrong."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.variables: dict[str, str] = {}  # path to the variable that set it
+        self.errors: list[ConfigError] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self.errors.append(error)
+
+    def wrong(self, path: str, message: str) -> None:
+        variable = self.variables.get(path)
+        self.errors.append(ConfigError(path, f"{message} (set by {variable})" if variable else message))
+
+    def put(self, variable: str, value: str) -> None:
+        *parents, last = parts = variable[len(PREFIX) :].lower().split("__")
+        if not all(parts):
+            raise ConfigError(variable, "an empty name between underscores")
+        tree = self.tree
+        for parent in parents:
+            below = tree.setdefault(parent, {})
+            if not isinstance(below, dict):
+                raise ConfigError(variable, f"{parent!r} has a value already, so it is not a table")
+            tree = below
+        if isinstance(tree.get(last), dict):
+            raise ConfigError(variable, f"{'.'.join(parts)} is a table; name what is in it: {variable}__...")
+        tree[last] = value
+        self.variables[".".join(parts)] = variable
+
+    def settings(self) -> Settings:
+        kinds = _fields(Settings)
+        plain = {name: value for name, value in self.tree.items() if name not in ("brokers", "subscribers")}
+        settings = Settings(**self.converted("", plain, {n: k for n, k in kinds.items() if n in plain}, kinds))
+        for name, table in self.tables("brokers"):
+            url = table.get("url", "")
+            if isinstance(url, str):
+                settings.brokers[name] = table
+            else:
+                self.wrong(f"brokers.{name}.url", f"is text, not {type(url).__name__}")
+        for name, table in self.tables("subscribers"):
+            kinds = _fields(SubscriberSettings)
+            settings.subscribers[name] = SubscriberSettings(
+                **self.converted(f"subscribers.{name}.", table, kinds, kinds)
+            )
+        self.check_ranges(settings)
+        return settings
+
+    def tables(self, name: str) -> Iterable[tuple[str, dict[str, Any]]]:
+        tables = self.tree.get(name, {})
+        if not isinstance(tables, dict):
+            self.wrong(name, f"is a table of tables, [{name}.<name>]")
+            return
+        for key, table in tables.items():
+            if isinstance(table, dict):
+                yield key, table
+            else:
+                self.wrong(f"{name}.{key}", f"is a table, [{name}.{key}]")
+
+    def converted(
+        self, prefix: str, table: Mapping[str, Any], kinds: Mapping[str, Any], known: Iterable[str]
+    ) -> dict[str, Any]:
+        """The values that are of their `kinds`; text from the environment becomes what it should be."""
+        values: dict[str, Any] = {}
+        for key, value in table.items():
+            path = f"{prefix}{key}"
+            if key not in kinds:
+                self.wrong(path, f"unknown option{near(key, sorted(known))}")
+                continue
+            try:
+                values[key] = msgspec.convert(value, kinds[key], strict=False)
+            except msgspec.ValidationError as error:
+                self.wrong(path, str(error))
+        return values
+
+    def check_ranges(self, settings: Settings) -> None:
+        if not settings.name:
+            self.wrong("name", "the name of an app is not empty")
+        for path in ("drain_timeout", "wait"):
+            value = getattr(settings, path)
+            if value is not None and not 0 <= value < 10**9:
+                self.wrong(path, f"{value} is no number of seconds, zero or more")
 
 
-def _settings(tree: dict[str, Any]) -> Settings:
-    known = {field.name for field in msgspec.structs.fields(Settings)}
-    _no_strangers("", tree, known)
-    for name, table in _tables(tree, "brokers"):
-        if not isinstance(table.get("url"), str):
-            raise ConfigError(f"brokers.{name}.url", "the broker's URL is missing")
-    allowed = {field.name for field in msgspec.structs.fields(SubscriberSettings)}
-    for name, table in _tables(tree, "subscribers"):
-        _no_strangers(f"subscribers.{name}.", table, allowed)
-    settings = _convert_each(tree)
-    if settings.drain_timeout < 0:
-        raise ConfigError("drain_timeout", f"{settings.drain_timeout} is below zero seconds")
-    return settings
+def _fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(kind)}
 
 
-def _tables(tree: dict[str, Any], name: str) -> Iterable[tuple[str, dict[str, Any]]]:
-    tables = tree.get(name, {})
-    if not isinstance(tables, dict):
-        raise ConfigError(name, "is a table of tables")
-    for key, table in tables.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f"{name}.{key}", f"is a table, [{name}.{key}]")
-        yield key, table
-
-
-def _convert_each(tree: dict[str, Any]) -> Settings:
-    try:
-        return msgspec.convert(tree, Settings, strict=False)
-    except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$.")
-        raise ConfigError(where.rstrip("`").replace("[...]", ".*") or "(top level)", message) from None
-
-
-def _no_strangers(prefix: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
-    known = sorted(known)
-    for key in table:
-        if key not in known:
-            raise ConfigError(f"{prefix}{key}", f"unknown option{near(key, known)}")
+def _no_url(name: str) -> ConfigError:
+    return ConfigError(f"brokers.{name}.url", "the broker's URL is missing")
 
 
 def near(word: str, words: Iterable[str]) -> str:
@@ -184,40 +246,63 @@ def schemes() -> dict[str, Any]:
 
 
 def make_broker(path: str, url: str, options: Mapping[str, Any] | None = None) -> Broker:
-    """The broker of `url`, found by its scheme. Raises `ConfigError` at `path` for whatever is wrong with it."""
+    """The broker of `url`, found by its scheme.
+
+    Raises `ConfigError` at `path` for whatever is wrong with it, and an `ExceptionGroup` of them for several options.
+    """
     scheme, colon, _ = url.partition("://")
     installed = schemes()
     if not colon or scheme not in installed:
         known = ", ".join(f"{name}://" for name in sorted(installed))
         raise ConfigError(f"{path}.url", f"{redact(url)!r} has no known scheme; installed brokers: {known}")
-    try:
-        factory = installed[scheme].load()
-    except ImportError as error:
-        extra = EXTRAS.get((error.name or "").split(".")[0])
-        hint = f"install it with: pip install 'streamfw[{extra}]'" if extra else "is its package installed?"
-        raise ConfigError(f"{path}.url", f"the {scheme} broker needs {error.name}; {hint}") from error
-    except AttributeError as error:
-        raise ConfigError(f"{path}.url", f"the entry point of {scheme}:// is broken: {error}") from error
+    factory = _factory(path, scheme, installed[scheme])
     checked = _broker_options(path, factory, options or {})
     try:
         broker = factory(url, **checked)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(path, str(error)) from error
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, StreamError) as error:
+        # Not from it: whoever parses a URL likes to quote it, and a traceback would show that.
+        raise ConfigError(path, _without_password(str(error), url)) from None
     if not isinstance(broker, Broker):
         raise ConfigError(f"{path}.url", f"the entry point of {scheme}:// made a {type(broker).__name__}, not a Broker")
     return broker
 
 
+def _factory(path: str, scheme: str, point: Any) -> Any:
+    try:
+        return point.load()
+    except ImportError as error:
+        extra = EXTRAS.get((error.name or "").split(".")[0])
+        hint = f"install it with: pip install 'streamfw[{extra}]'" if extra else "is its package installed?"
+        raise ConfigError(f"{path}.url", f"the {scheme} broker needs {error.name}; {hint}") from error
+    except Exception as error:  # a package of somebody else's
+        raise ConfigError(f"{path}.url", f"the {scheme} broker ({point.value}) cannot be loaded: {error!r}") from error
+
+
 def _broker_options(path: str, factory: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check options against the keyword parameters of the broker's constructor, and convert what came as text."""
     made = factory.__init__ if inspect.isclass(factory) else factory
-    hints = typing.get_type_hints(made)
+    try:
+        hints = typing.get_type_hints(made)
+    except Exception:  # annotations that exist for type checkers only: the constructor has to check for itself
+        hints = {}
     known = [p.name for p in inspect.signature(made).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    _no_strangers(f"{path}.", options, known)
-    checked: dict[str, Any] = {}
-    for key, value in options.items():
-        try:
-            checked[key] = msgspec.convert(value, hints.get(key, Any), strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{path}.{key}", str(error)) from None
+    reading = _Reading()
+    checked = reading.converted(f"{path}.", options, {name: hints.get(name, Any) for name in known}, known)
+    if len(reading.errors) > 1:
+        raise ExceptionGroup(f"{path}: wrong options", reading.errors)
+    if reading.errors:
+        raise reading.errors[0]
     return checked
+
+
+def _without_password(text: str, url: str) -> str:
+    """`text` without any part of `url` that may be its password, however it was quoted."""
+    userinfo, at, _ = url.partition("://")[2].rpartition("@")
+    password = userinfo.partition(":")[2] if at else ""
+    query = url.partition("?")[2]
+    for secret in (url, password, unquote(password), query):
+        if secret:
+            text = text.replace(secret, "***")
+    return text
