@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .broker import Broker, Capabilities, Delivery, Source, Subscription
-from .codec import Codec
+from .codec import Codec, JsonCodec
 from .config import Settings, SubscriberSettings, make_broker, near, options_for
 from .errors import BuildError, ConfigError, StreamError
 from .handler import Call, Compiled, compile_call
 from .message import Message, Outgoing, dead_letter_headers
 from .middleware import Middleware, compose
+from .options import codec_mistake, middleware_mistakes, option_mistakes
 from .outcome import DeadLetter, Outcome, Policy
 from .publisher import Publisher, send
 from .runtime.plan import Plan
@@ -65,6 +66,7 @@ class Builder:
     def __init__(
         self,
         settings: Settings,
+        mistakes: Sequence[StreamError],
         brokers: Mapping[str, str | Broker],
         codec: Codec,
         middleware: Sequence[Middleware],
@@ -74,7 +76,7 @@ class Builder:
         self._settings, self._codec, self._middleware = settings, codec, middleware
         self._connection, self._state_type = connection, state_type
         self._given = brokers
-        self._errors: list[StreamError] = []
+        self._errors: list[StreamError] = list(mistakes)
         self._brokers: dict[str, Broker] = {}
         self._publishers: list[Publisher[Any]] = []
         self._member = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
@@ -82,13 +84,19 @@ class Builder:
     def build(self, declared: Sequence[Declaration], publishers: Sequence[Publisher[Any]]) -> Built:
         """Raises one `ExceptionGroup` of `BuildError` and `ConfigError`."""
         self._make_brokers()
+        self._check_app()
         for name in self._settings.subscribers:
             if name not in (names := [_handler_name(d) for d in declared]):
                 self._errors.append(ConfigError(f"subscribers.{name}", f"no handler has this name{near(name, names)}"))
-        subscribers = [built for declaration in declared if (built := self._subscriber(declaration)) is not None]
-        self._no_twins(subscribers)
+        enabled = [d for d in declared if self._overrides(d).enabled]
+        self._no_twins(enabled)
+        subscribers = [built for declaration in enabled if (built := self._subscriber(declaration)) is not None]
         for publisher in publishers:
-            self._bind(publisher, repr(publisher))
+            given: object = publisher
+            if isinstance(given, Publisher):
+                self._bind(given, repr(given))
+            else:
+                self.wrong("publishers", f"{given!r} is not a Publisher")
         if self._errors:
             lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(self._errors, 1))
             raise ExceptionGroup(f"the app cannot be built:{lines}\n", self._errors)
@@ -97,6 +105,12 @@ class Builder:
     def wrong(self, where: str, message: str) -> None:
         """Note a mistake that `build` will raise with the others."""
         self._errors.append(BuildError(where, message))
+
+    def _check_app(self) -> None:
+        if (mistake := codec_mistake(self._codec)) is not None:
+            self.wrong("codec", mistake)
+        for mistake in middleware_mistakes(self._middleware):
+            self.wrong("middleware", mistake)
 
     def _make_brokers(self) -> None:
         urls: dict[str, Any] = dict(self._settings.brokers)
@@ -107,6 +121,8 @@ class Builder:
                 self._brokers[name] = self._make_broker(name, given)
             except ConfigError as error:
                 self._errors.append(error)
+            except ExceptionGroup as errors:
+                self._errors.extend(error for error in errors.exceptions if isinstance(error, StreamError))
 
     def _make_broker(self, name: str, given: Any) -> Broker:
         if isinstance(given, Broker):
@@ -115,30 +131,32 @@ class Builder:
             # A URL given as argument takes the place of the configured one, and keeps its other options.
             options = options_for(given, self._settings.brokers.get(name, {}))
             return make_broker(f"brokers.{name}", given, options)
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"brokers.{name}", f"is a URL or a Broker, not {type(given).__name__}")
         options = dict(given)
-        return make_broker(f"brokers.{name}", options.pop("url"), options)
+        url = options.pop("url", None)
+        if not url:
+            raise ConfigError(f"brokers.{name}.url", "the broker's URL is missing")
+        return make_broker(f"brokers.{name}", url, options)
 
     # -- one subscriber
 
-    def _subscriber(self, d: Declaration) -> BuiltSubscriber | None:
-        overrides = self._settings.subscribers.get(_handler_name(d), SubscriberSettings())
-        if not overrides.enabled:
-            return None
-        d = _overridden(d, overrides)
+    def _overrides(self, d: Declaration) -> SubscriberSettings:
+        return self._settings.subscribers.get(_handler_name(d), SubscriberSettings())
+
+    def _subscriber(self, declared: Declaration) -> BuiltSubscriber | None:
         before = len(self._errors)
-        broker = self._brokers.get(d.broker)
-        if broker is None:
-            if not any(isinstance(e, ConfigError) and e.path.startswith(f"brokers.{d.broker}.") for e in self._errors):
-                self._wrong(d, f"there is no broker {d.broker!r}{near(d.broker, self._brokers)}")
-            return None
-        self._check_options(d)
-        if len(self._errors) > before:
+        d = self._options(declared)
+        sound = len(self._errors) == before
+        broker = self._broker_of(d)
+        if broker is None or not sound:
+            self._signature_only(d)
             return None
         subscription = self._subscription(d)
         capabilities = broker.capabilities_of(subscription)
         for mistake in (*_unhonoured(d, capabilities), *broker.mistakes(subscription)):
             self._wrong(d, mistake)
-        compiled = self._compile(d, broker, subscription)
+        compiled = self._compile(d, lambda annotation: broker.decoder(subscription, annotation))
         if compiled is None or len(self._errors) > before:
             return None
         return self._assemble(d, subscription, capabilities, compiled)
@@ -146,9 +164,28 @@ class Builder:
     def _wrong(self, d: Declaration, message: str) -> None:
         self._errors.append(BuildError(d.where, message))
 
-    def _check_options(self, d: Declaration) -> None:
-        for what, message in _option_mistakes(d):
-            self._wrong(d, f"{what}: {message}")
+    def _options(self, declared: Declaration) -> Declaration:
+        """The declaration as it is in force. What the configuration made wrong is told as its mistake."""
+        d = _overridden(declared, self._overrides(declared))
+        own = option_mistakes(declared)
+        for option, message in option_mistakes(d):
+            if d is declared or (option, message) in own:
+                self._wrong(d, f"{option}: {message}")
+            else:
+                self._errors.append(ConfigError(f"subscribers.{_handler_name(d)}.{option}", message))
+        return d
+
+    def _broker_of(self, d: Declaration) -> Broker | None:
+        broker = self._brokers.get(d.broker) if isinstance(d.broker, str) else None
+        if broker is None and isinstance(d.broker, str):
+            paths = (f"brokers.{d.broker}.", f"brokers.{d.broker}:")
+            if not any(isinstance(e, ConfigError) and f"{e.path}:".startswith(paths) for e in self._errors):
+                self._wrong(d, f"there is no broker {d.broker!r}{near(d.broker, self._brokers)}")
+        return broker
+
+    def _signature_only(self, d: Declaration) -> None:
+        """Something else is wrong already: find what is wrong with the parameters as well."""
+        self._compile(d, lambda annotation: lambda body: body)
 
     def _subscription(self, d: Declaration) -> Subscription:
         dead_letter = f"{d.name}.dead" if d.dead_letter == DEFAULT_DEAD_LETTER else d.dead_letter
@@ -168,15 +205,12 @@ class Builder:
             member=self._member,
         )
 
-    def _compile(self, d: Declaration, broker: Broker, subscription: Subscription) -> Compiled | None:
+    def _compile(self, d: Declaration, decoder: Callable[[Any], Callable[[Any], Any] | None]) -> Compiled | None:
+        codec = d.codec or self._codec
+        if codec_mistake(codec) is not None:
+            codec = JsonCodec()
         try:
-            compiled = compile_call(
-                d.handler,
-                d.codec or self._codec,
-                d.where,
-                batch=d.batch is not None,
-                decoder=lambda annotation: broker.decoder(subscription, annotation),
-            )
+            compiled = compile_call(d.handler, codec, d.where, batch=d.batch is not None, decoder=decoder)
         except ExceptionGroup as errors:
             self._errors.extend(error for error in errors.exceptions if isinstance(error, StreamError))
             return None
@@ -260,17 +294,19 @@ class Builder:
 
         return put_aside
 
-    def _no_twins(self, subscribers: Sequence[BuiltSubscriber]) -> None:
-        seen: dict[tuple[str, str, str], BuiltSubscriber] = {}
-        for built in subscribers:
-            key = (built.broker, built.subscription.name, built.subscription.group)
-            if key in seen:
+    def _no_twins(self, declared: Sequence[Declaration]) -> None:
+        seen: dict[tuple[object, ...], Declaration] = {}
+        for one in declared:
+            d = _overridden(one, self._overrides(one))
+            group = d.group if d.group is not None else self._settings.name
+            key = (d.broker, d.name, group)
+            if d.name and key in seen:
                 self._wrong(
-                    built.declaration,
-                    f"{seen[key].declaration.where} subscribes to the same name in the same group {key[2]!r}; each "
+                    d,
+                    f"{seen[key].where} subscribes to the same name in the same group {group!r}; each "
                     "message would reach one of them by chance: give one a group= of its own",
                 )
-            seen.setdefault(key, built)
+            seen.setdefault(key, d)
 
 
 def dead_letter_of(delivery: Message, outcome: DeadLetter, target: str, group: str) -> Outgoing:
@@ -294,39 +330,6 @@ def _overridden(d: Declaration, settings: SubscriberSettings) -> Declaration:
     return msgspec.structs.replace(d, **changes) if changes else d
 
 
-def _option_mistakes(d: Declaration) -> list[tuple[str, str]]:
-    """Options whose values make no sense on any broker."""
-    wrong: list[tuple[str, str]] = []
-    if not d.name:
-        wrong.append(("source", f"{d.source!r} is neither a name nor a source object with a name"))
-    if d.group == "":
-        wrong.append(("group", "a group's name is not empty"))
-    for option in ("workers", "attempts", "prefetch", "held", "max_bytes"):
-        value: object = getattr(d, option)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            wrong.append((option, f"{value!r} is not a whole number"))
-        elif value < 1:
-            wrong.append((option, f"{value} is below 1"))
-    timeout: object = d.timeout
-    if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
-        wrong.append(("timeout", f"{timeout!r} is not a number of seconds above zero"))
-    if d.ordered_by not in (None, "key", "partition"):
-        wrong.append(("ordered_by", f'{d.ordered_by!r} is neither "key" nor "partition"'))
-    if d.batch is not None and d.publishes is not None:
-        wrong.append(("publishes", "a batch handler returns outcomes, so there is no value to publish"))
-    if d.batch is not None and d.prefetch is not None and d.prefetch < d.batch.size:
-        wrong.append(("prefetch", f"{d.prefetch} never fills a batch of {d.batch.size}"))
-    rules: Mapping[Any, Any] = d.on_error
-    for kind, rule in rules.items():
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            wrong.append(("on_error", f"{kind!r} is not a type of exception"))
-        if not (callable(rule) or isinstance(rule, Outcome)):
-            wrong.append(("on_error", f"{rule!r} is neither an outcome nor a function that gives one"))
-    return wrong
-
-
 def _unhonoured(d: Declaration, capabilities: Capabilities) -> list[str]:
     """What this broker cannot do and the runtime cannot provide."""
     wrong = []
@@ -343,21 +346,27 @@ def _type_name(kind: Any) -> str:
 
 
 def _yields(state: Any, kind: Any) -> bool:
+    """Whether a lifespan that says it yields `state` may yield a `kind`; what it yields is looked at when it has."""
     parts = typing.get_args(state) if typing.get_origin(state) is tuple else (state,)
-    return any(part is Any or part == kind or (_classes(part, kind) and issubclass(part, kind)) for part in parts)
+    wanted = typing.get_origin(kind) or kind
+    return any(part == kind or _may_be(typing.get_origin(part) or part, wanted) for part in parts)
 
 
-def _classes(*kinds: Any) -> bool:
-    return all(isinstance(kind, type) for kind in kinds)
+def _may_be(part: Any, wanted: Any) -> bool:
+    if not (isinstance(part, type) and isinstance(wanted, type)) or part is object:
+        return part is not Ellipsis  # Any, a union, a type variable: nobody can say yet
+    try:
+        return issubclass(part, wanted)
+    except TypeError:  # a protocol with attributes
+        return True
 
 
 def _publishing(call: Call, publisher: Publisher[Any]) -> Call:
     async def call_and_publish(message: Any) -> Any:
         result = await call(message)
-        if result is None or isinstance(result, Outcome):
-            return result
-        await publisher.publish(result, key=message.key)
-        return None
+        if result is not None and not isinstance(result, Outcome):
+            await publisher.publish(result, key=message.key)
+        return result  # for middleware: what the handler returned
 
     return call_and_publish
 

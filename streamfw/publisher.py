@@ -34,13 +34,15 @@ def outgoing(
     identity = message_id or new_message_id()
     if not name or not isinstance(name, str):
         raise ValueError(f"the name to publish to is text and not empty, not {name!r}")
-    if not isinstance(delay, int | float) or not 0 <= delay < 10**9:
+    # `type(..) is` first: it is no call, and nearly always enough.
+    if (type(delay) is not float and not isinstance(delay, int | float)) or not 0 <= delay < 10**9:
         raise ValueError(f"delay={delay!r}: seconds from now, zero or more")
-    if not isinstance(priority, int):
+    if type(priority) is not int and not isinstance(priority, int):
         raise ValueError(f"priority={priority!r}: a whole number")
-    for option, value in (("key", key), ("message_id", message_id)):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f"{option}={value!r}: text, or None")
+    if key is not None and type(key) is not str and not isinstance(key, str):
+        raise ValueError(f"key={key!r}: text, or None")
+    if type(identity) is not str and not isinstance(identity, str):
+        raise ValueError(f"message_id={message_id!r}: text, or None")
     try:
         body = codec.encode(payload)
     except Exception as error:  # a cycle, a number beyond 64 bits, whatever a codec of somebody's own raises

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -12,7 +13,7 @@ from .codec import Codec
 from .middleware import Middleware
 from .outcome import Backoff, ErrorRule
 
-__all__ = ["ATTRIBUTE", "Batch", "Declaration", "declarations", "subscriber"]
+__all__ = ["ATTRIBUTE", "Batch", "Declaration", "Options", "declarations", "declare", "subscriber"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 ATTRIBUTE: Final = "__streamfw_subscriptions__"
@@ -54,6 +55,7 @@ class Declaration(msgspec.Struct, kw_only=True):
     publishes: str | None = None
     transactional: bool = False
     task_per_message: bool = False
+    unknown: Mapping[str, object] = {}
 
     @property
     def name(self) -> str:
@@ -67,29 +69,30 @@ class Declaration(msgspec.Struct, kw_only=True):
         return f"{handler}({self.name!r})"
 
 
-def subscriber(
-    source: str | object,
-    /,
-    *,
-    broker: str = "default",
-    group: str | None = None,
-    workers: int = 1,
-    ordered_by: Order | None = None,
-    batch: Batch | None = None,
-    attempts: int | None = None,
-    backoff: Backoff | None = None,
-    on_error: Mapping[type[BaseException], ErrorRule] | None = None,
-    dead_letter: str | None = DEFAULT_DEAD_LETTER,
-    timeout: float | None = None,
-    prefetch: int | None = None,
-    max_bytes: int = 64 * 1024 * 1024,
-    held: int = 10_000,
-    codec: Codec | None = None,
-    middleware: Sequence[Middleware] = (),
-    publishes: str | None = None,
-    transactional: bool = False,
-    task_per_message: bool = False,
-) -> Callable[[F], F]:
+class Options(TypedDict, total=False):
+    """The options of a subscriber; `subscriber` says what they mean."""
+
+    broker: str
+    group: str | None
+    workers: int
+    ordered_by: Order | None
+    batch: Batch | None
+    attempts: int | None
+    backoff: Backoff | None
+    on_error: Mapping[type[BaseException], ErrorRule] | None
+    dead_letter: str | None
+    timeout: float | None
+    prefetch: int | None
+    max_bytes: int
+    held: int
+    codec: Codec | None
+    middleware: Sequence[Middleware]
+    publishes: str | None
+    transactional: bool
+    task_per_message: bool
+
+
+def subscriber(source: str | object, /, **options: Unpack[Options]) -> Callable[[F], F]:
     """Mark a function as the handler of `source`: a name, or a broker's own source object.
 
     The function itself is returned, to be called in a unit test and given to `App`.
@@ -114,33 +117,28 @@ def subscriber(
     Mistakes are reported by `App.build()`, all at once.
     """
 
+    if isinstance(source, types.FunctionType):
+        raise TypeError(f'@subscriber needs what it subscribes to: @subscriber("a name") above {source.__qualname__}')
+
     def mark(handler: F) -> F:
-        declaration = Declaration(
-            handler=handler,
-            source=source,
-            broker=broker,
-            group=group,
-            workers=workers,
-            ordered_by=ordered_by,
-            batch=batch,
-            attempts=attempts,
-            backoff=backoff or Backoff(),
-            on_error=on_error or {},
-            dead_letter=dead_letter,
-            timeout=timeout,
-            prefetch=prefetch,
-            max_bytes=max_bytes,
-            held=held,
-            codec=codec,
-            middleware=middleware,
-            publishes=publishes,
-            transactional=transactional,
-            task_per_message=task_per_message,
-        )
-        handler.__dict__.setdefault(ATTRIBUTE, []).append(declaration)
+        declaration = declare(handler, source, options)
+        try:
+            vars(handler).setdefault(ATTRIBUTE, []).append(declaration)
+        except (TypeError, AttributeError):
+            raise TypeError(f"@subscriber marks an `async def` function, not {handler!r}") from None
         return handler
 
     return mark
+
+
+def declare(handler: Callable[..., Any], source: object, options: Mapping[str, Any]) -> Declaration:
+    """The declaration of these options. Those that there are none of are kept, to be reported at build."""
+    known = {name: value for name, value in options.items() if name in Options.__annotations__}
+    unknown = {name: value for name, value in options.items() if name not in known}
+    for name, default in (("backoff", Backoff()), ("on_error", {})):
+        if known.get(name) is None:
+            known[name] = default
+    return Declaration(handler=handler, source=source, unknown=unknown, **known)
 
 
 def declarations(handler: object) -> list[Declaration]:

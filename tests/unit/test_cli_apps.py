@@ -217,9 +217,10 @@ def test_check_tells_every_mistake(run: Run, module: str) -> None:
     code, out, error = run("check", f"{module}:wrong")
     assert (code, out) == (1, "")
     lines = error.splitlines()
-    assert lines[0] == f"error: {module}:wrong cannot be built; 2 mistakes:"
+    assert lines[0] == f"error: {module}:wrong cannot be built; 3 mistakes:"
     assert lines[1].startswith("  1. first('a'): workers: 0 is below 1")
-    assert lines[2].startswith("  2. second('b'): there is no broker 'nowhere'")
+    assert lines[2].startswith("  2. first('a'): parameters 'body' and 'more' both look like the body")
+    assert lines[3].startswith("  3. second('b'): there is no broker 'nowhere'")
 
 
 def test_check_tells_a_mistake_of_the_configuration(run: Run, module: str, tmp_path: Path) -> None:
