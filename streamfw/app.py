@@ -6,36 +6,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import logging
+import math
 import sys
-import typing
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
 from .broker import Broker, Connection, Health
 from .build import Builder, Built
 from .codec import Codec, JsonCodec
-from .config import Settings, load
-from .errors import BrokerError, BuildError, ConfigError, NotRunning
+from .config import Settings, near, read
+from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning
+from .lifespan import Lifespan, find_state, lifespan_mistakes, open_lifespan, state_type
 from .message import Headers, HeaderValues
 from .middleware import Middleware
 from .publisher import Publisher, outgoing, send
 from .runtime.pump import Pump
 from .runtime.settler import backoff
-from .subscriber import Declaration, declarations, subscriber
+from .subscriber import Declaration, Options, declarations, subscriber
 
 __all__ = ["App", "AppHealth"]
 
 logger = logging.getLogger("streamfw")
 F = TypeVar("F", bound=Callable[..., Any])
-Lifespan = Callable[..., AsyncIterator[Any]]
+T = TypeVar("T")
 
 
 class AppHealth(msgspec.Struct, frozen=True):
@@ -54,8 +53,9 @@ class App:
     - `subscribers`: functions marked with `@subscriber`; more come with `app.subscriber`.
     - `name`: the default group of its subscribers.
     - `brokers`: name to URL (or a `Broker`); ``default`` is the one that subscribers use unless they say otherwise.
-    - `lifespan`: an async generator function; what it yields is the state that handlers take by type
-      (``Annotated[Pool, State]``); yield a tuple for several. It may take the app as its parameter.
+    - `lifespan`: an async generator function, or a function that gives an async context manager; what it yields is the
+      state that handlers take by type (``Annotated[Pool, State]``); yield a tuple for several. It may take the app as
+      its parameter.
     - `middleware`: around every handler, the first outermost. `codec`: how bodies are encoded (default JSON).
     - `publishers`: `Publisher` objects that belong to this app.
     - `drain_timeout`: seconds that handlers may take to finish when the app stops.
@@ -79,15 +79,23 @@ class App:
     ) -> None:
         self._handlers: list[Callable[..., Any]] = list(subscribers)
         self._name, self._drain_timeout, self._config = name, drain_timeout, config
-        self._brokers: dict[str, str | Broker] = dict(brokers or {})
-        self._lifespan, self._middleware = lifespan, list(middleware)
+        self._mistakes: list[tuple[str, str]] = []
+        given: object = brokers or {}
+        if not isinstance(given, Mapping):
+            self._mistakes.append(("brokers", f'names and their URLs, {{"default": ..}}, not {type(given).__name__}'))
+            given = {}
+        if name == "":
+            self._mistakes.append(("name", "the name of an app is not empty"))
+        self._brokers: dict[str, str | Broker] = dict(given)
+        self._lifespan, self._middleware = lifespan, middleware
         self._publishers = list(publishers)
-        self._codec: Codec = codec or JsonCodec()
+        self._codec: Codec = codec if codec is not None else JsonCodec()
         self._built: Built | None = None
         self._settings: Settings | None = None
         self._connections: dict[str, Connection] = {}
         self._pumps: list[Pump] = []
-        self._running = False
+        self._running = self._started = False
+        self._patience: float | None = None  # until when, of the loop's clock, a server is waited for at start
         self._failure: BaseException | None = None
         self._host: asyncio.Task[Any] | None = None
         self._interrupted = self._draining = False
@@ -95,7 +103,7 @@ class App:
 
     # -- declaring
 
-    def subscriber(self, source: str | object, /, **options: Any) -> Callable[[F], F]:
+    def subscriber(self, source: str | object, /, **options: Unpack[Options]) -> Callable[[F], F]:
         """Like `streamfw.subscriber`, and the function belongs to this app at once."""
         mark = subscriber(source, **options)
 
@@ -126,15 +134,23 @@ class App:
 
     @property
     def settings(self) -> Settings:
-        """The settings in force. Raises `ConfigError`."""
+        """The settings in force. Raises `ConfigError`, the first of them."""
+        settings, errors = self._read()
+        if errors:
+            raise errors[0]
+        return settings
+
+    def _read(self) -> tuple[Settings, list[ConfigError]]:
         if self._settings is None:
-            settings = load(self._config)
+            settings, errors = read(self._config)
             if self._name is not None:
                 settings.name = self._name
             if self._drain_timeout is not None:
                 settings.drain_timeout = self._drain_timeout
+            if errors:
+                return settings, errors
             self._settings = settings
-        return self._settings
+        return self._settings, []
 
     # -- building
 
@@ -144,13 +160,18 @@ class App:
         Raises one `ExceptionGroup` that names every mistake (`BuildError`, `ConfigError`).
         """
         if self._built is None:
-            try:
-                settings = self.settings
-            except ConfigError as error:
-                raise ExceptionGroup(f"the app cannot be built:\n  1. {error}\n", [error]) from None
+            settings, errors = self._read()
             builder = Builder(
-                settings, self._brokers, self._codec, self._middleware, self._connection, self._state_type()
+                settings,
+                errors,
+                self._brokers,
+                self._codec,
+                self._middleware,
+                self._connection,
+                state_type(self._lifespan),
             )
+            for where, mistake in (*self._mistakes, *lifespan_mistakes(self._lifespan)):
+                builder.wrong(where, mistake)
             self._built = builder.build(self._declarations(builder), self._publishers)
         return self._built
 
@@ -163,17 +184,6 @@ class App:
                 builder.wrong(name, "is not marked with @subscriber, so nobody knows what it handles")
             found.extend(marked)
         return found
-
-    def _state_type(self) -> Any:
-        """The type that the lifespan says it yields; Any when it does not say, None without a lifespan."""
-        if self._lifespan is None:
-            return None
-        try:
-            returns = typing.get_type_hints(self._lifespan).get("return")
-        except Exception:  # an annotation that cannot be evaluated: found out when it yields
-            return Any
-        arguments = typing.get_args(returns)
-        return arguments[0] if arguments else Any
 
     # -- publishing
 
@@ -210,11 +220,13 @@ class App:
     def _connection(self, name: str) -> Connection:
         connection = self._connections.get(name)
         if connection is None:
+            if self._started:
+                raise ConfigError(f"brokers.{name}", f"there is no broker {name!r}{near(name, self._connections)}")
             raise NotRunning(f"broker {name!r} is not connected: publish inside app.running(), or in a handler")
         return connection
 
     def connection(self, broker: str = "default") -> Connection:
-        """The open connection of a broker, while the app runs. Raises `NotRunning`."""
+        """The open connection of a broker, while the app runs. Raises `NotRunning`, `ConfigError` for another name."""
         return self._connection(broker)
 
     # -- running
@@ -231,6 +243,8 @@ class App:
         built = self.build()
         self._running, self._failure, self._interrupted, self._draining = True, None, False, False
         self._host = asyncio.current_task()
+        wait = self.settings.wait
+        self._patience = None if wait is None else asyncio.get_running_loop().time() + wait
         try:
             async with AsyncExitStack() as stack:
                 for name, broker in built.brokers.items():
@@ -241,13 +255,15 @@ class App:
                 self._bind_states(built)
                 stack.push_async_callback(self._drain)
                 await self._start(built)
+                self._started = True
                 yield self
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
         finally:
             host, self._host = self._host, None
-            self._running, self._connections, self._pumps, self.state = False, {}, [], ()
+            self._running = self._started = False
+            self._connections, self._pumps, self.state = {}, [], ()
             if self._interrupted and host is not None:
                 host.uncancel()
         if self._failure is not None:
@@ -256,45 +272,41 @@ class App:
     async def _connect(self, stack: AsyncExitStack, broker: Broker) -> Connection:
         return await stack.enter_async_context(broker.connect())
 
-    async def _patiently(self, what: str, attempt: Callable[[], Any]) -> Any:
-        """Do `attempt`, again and again while the server is away, for `Settings.wait` seconds."""
+    async def _patiently(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Do `attempt`, again and again while the server is away; the whole start may take `Settings.wait` seconds."""
         loop = asyncio.get_running_loop()
-        wait = self.settings.wait
-        deadline = None if wait is None else loop.time() + wait
         tries = 0
         while True:
             try:
-                return await attempt()
+                async with asyncio.timeout_at(self._patience) as bound:
+                    return await attempt()
+            except TimeoutError as error:
+                if not bound.expired():
+                    raise
+                raise BrokerUnavailable(f"{what}: no answer within wait={self.settings.wait:g} s") from error
             except BrokerError as error:
-                pause = min(backoff(tries), 5.0)
-                tries += 1
-                if not error.transient or (deadline is not None and loop.time() + pause > deadline):
+                left = math.inf if self._patience is None else self._patience - loop.time()
+                if not error.transient or left <= 0:
                     raise
                 logger.warning("%s: %s; trying again", what, error)
-                await asyncio.sleep(pause)
+                await asyncio.sleep(min(backoff(tries), 5.0, left))
+                tries += 1
 
     async def _enter_lifespan(self, stack: AsyncExitStack) -> tuple[object, ...]:
         if self._lifespan is None:
             return ()
-        parameters = inspect.signature(self._lifespan).parameters
-        manager: Any = self._lifespan(self) if parameters else self._lifespan()
-        if not hasattr(manager, "__aenter__"):
-            manager = contextlib.asynccontextmanager(lambda: manager)() if hasattr(manager, "__anext__") else manager
-        entered: AbstractAsyncContextManager[Any] = manager
-        state = await stack.enter_async_context(entered)
-        return state if isinstance(state, tuple) else (state,)
+        state = await stack.enter_async_context(open_lifespan(self._lifespan, self))
+        return state if type(state) is tuple else (state,)
 
     def _bind_states(self, built: Built) -> None:
         errors = []
         for one in built.subscribers:
             for parameter, kind in one.compiled.states.items():
-                base = typing.get_origin(kind) or kind
-                found = [value for value in self.state if isinstance(base, type) and isinstance(value, base)]
-                if found:
-                    one.compiled.bind(parameter, found[0])
+                value, mistake = find_state(self.state, kind)
+                if mistake is None:
+                    one.compiled.bind(parameter, value)
                 else:
-                    message = f"parameter {parameter!r}: the lifespan yielded no {kind!r}, but {self.state!r:.200}"
-                    errors.append(BuildError(one.declaration.where, message))
+                    errors.append(BuildError(one.declaration.where, f"parameter {parameter!r}: {mistake}"))
         if errors:
             raise ExceptionGroup("the lifespan does not yield what handlers take", errors)
 
@@ -335,9 +347,9 @@ class App:
             raise asyncio.CancelledError
 
     def health(self) -> AppHealth:
-        """Whether every subscriber has a live source; no I/O."""
+        """Whether the app runs and every subscriber has a live source; no I/O."""
         subscribers = {pump.plan.where: pump.health() for pump in self._pumps}
-        return AppHealth(self._running and all(one.ok for one in subscribers.values()), subscribers)
+        return AppHealth(self._started and all(one.ok for one in subscribers.values()), subscribers)
 
     @property
     def pumps(self) -> Sequence[Pump]:
