@@ -13,6 +13,7 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
@@ -58,10 +59,18 @@ class Lanes:
         if lane is not None:
             self.waiting.add(lane)
             self.held += len(self.table.get(lane) or ())
-        timer = asyncio.get_running_loop().call_later(seconds, self._due, delivery)
+        self._set_timer(delivery, time.monotonic() + seconds)
+
+    def _set_timer(self, delivery: Delivery, due: float) -> None:
+        pause = max(0.0, due - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(pause, self._due, delivery, due)
         self._timers[id(delivery)] = (timer, delivery)
 
-    def _due(self, delivery: Delivery) -> None:
+    def _due(self, delivery: Delivery, due: float) -> None:
+        if time.monotonic() < due:
+            # uvloop counts whole milliseconds from where this turn of the loop began: its timers may be early.
+            self._set_timer(delivery, due)
+            return
         del self._timers[id(delivery)]
         self._unhold(delivery)
         self._again(delivery)
