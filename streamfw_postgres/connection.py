@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import asyncpg
 
-from streamfw.broker import Connection, DeadLetters, Health, Subscription
+from streamfw.broker import REPLY_PREFIX, Connection, DeadLetters, Health, Subscription
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, PublishError
 from streamfw.message import Outgoing
 
@@ -144,6 +144,14 @@ class PostgresConnection(Connection):
         self._notifier.published(queues)
 
     # ------------------------------------------------------------------ others
+
+    async def withdraw(self, name: str, group: str) -> int:
+        """See `Connection.withdraw`."""
+        self._check_open()
+        gone: int = await self._patient().value(self.statements.remove_group, name, group)
+        if name.startswith(REPLY_PREFIX):
+            await self._patient().fetch(self.statements.sweep_replies, REPLY_PREFIX, name)
+        return gone
 
     async def check(self) -> Health:
         """See `Connection.check`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -25,10 +26,13 @@ _MINE = "m.consumer in (select c.id from {schema}.consumer c where c.queue = $1)
 _LIST = f"""
 select m.message_id, m.key, m.headers, m.body, date_part('epoch', m.created_at), m.attempt from {{schema}}.message m
 where {_MINE} order by m.id limit $2"""
-# $2 message ids (null: all), $3 after this id, $4 limit. Not what a subscriber of the dead letters has in work.
+# Where a person's command ends: what fails again meanwhile, in a service that runs, is not for it.
+_END = "select coalesce(max(id), 0) from {schema}.message"
+# $2 message ids (null: all), $3 up to this id, $4 limit, $5 after this id. Not what a subscriber of the dead letters
+# has in work.
 _TAKE = f"""
 select m.id, m.message_id, m.headers from {{schema}}.message m
-where {_MINE} and m.id > $3 and m.lease_until < now() and ($2::text[] is null or m.message_id = any($2))
+where {_MINE} and m.id > $5 and m.id <= $3 and m.lease_until < now() and ($2::text[] is null or m.message_id = any($2))
 order by m.id limit $4 for update skip locked"""
 # $1 ids, $2 consumers (null: a copy of one that goes back already), $3 headers.
 _REQUEUE = """
@@ -40,8 +44,8 @@ select consumer, priority, message_id, key, headers, body from gone where consum
 _PURGE = f"""
 delete from {{schema}}.message where id = any(array(
   select m.id from {{schema}}.message m
-  where {_MINE} and m.lease_until < now() and ($2::text[] is null or m.message_id = any($2))
-  order by m.id limit $3 for update skip locked))"""
+  where {_MINE} and m.id <= $3 and m.lease_until < now() and ($2::text[] is null or m.message_id = any($2))
+  order by m.id limit $4 for update skip locked))"""
 
 
 class PostgresDeadLetters(DeadLetters):
@@ -52,8 +56,8 @@ class PostgresDeadLetters(DeadLetters):
         self._role = role
         self._name = name
         place = quoted(connection.settings.schema)
-        self._list, self._take, self._requeue, self._purge = (
-            sql.replace(PLACE, place).strip() for sql in (_LIST, _TAKE, _REQUEUE, _PURGE)
+        self._list, self._end, self._take, self._requeue, self._purge = (
+            sql.replace(PLACE, place).strip() for sql in (_LIST, _END, _TAKE, _REQUEUE, _PURGE)
         )
 
     async def list(self, limit: int = 100) -> Sequence[Message]:
@@ -70,20 +74,20 @@ class PostgresDeadLetters(DeadLetters):
         was published here directly has no origin to go back to, and stays."""
         self._connection.check_open()
         wanted = None if message_ids is None else list(message_ids)
-        total, after = 0, 0
+        end = await self._role.value(self._end)
+        total = after = 0
         while True:
-            moved, last = await self._role.run(lambda c, after=after: self._requeued(c, wanted, after))  # type: ignore[misc]
+            moved, last = await self._role.run(partial(self._requeued, wanted, end, after))
             if last is None:
-                break
+                return total
             total, after = total + moved, last
-        return total
 
     async def _requeued(
-        self, connection: asyncpg.Connection, wanted: Sequence[str] | None, after: int
+        self, wanted: Sequence[str] | None, end: int, after: int, connection: asyncpg.Connection
     ) -> tuple[int, int | None]:
         """One batch; answers how many went back and the last id looked at (None: there was nothing)."""
         async with connection.transaction():
-            rows = await connection.fetch(self._take, self._name, wanted, after, _BATCH)
+            rows = await connection.fetch(self._take, self._name, wanted, end, _BATCH, after)
             if not rows:
                 return 0, None
             ids: list[int] = []
@@ -113,9 +117,10 @@ class PostgresDeadLetters(DeadLetters):
         """See `DeadLetters.purge`; 5,000 at a time."""
         self._connection.check_open()
         wanted = None if message_ids is None else list(message_ids)
+        end = await self._role.value(self._end)
         total = 0
         while True:
-            gone = await self._role.count(self._purge, self._name, wanted, 5000)
+            gone = await self._role.count(self._purge, self._name, wanted, end, 5000)
             total += gone
             if gone < 5000:
                 return total

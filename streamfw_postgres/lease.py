@@ -359,7 +359,8 @@ class LeaseSource(Source):
         await asyncio.gather(self._claims.close(), self._settles.close())
 
     async def _give_back(self) -> None:
-        rows = list(self.out.rows.values())
+        # What a handler's own transaction still holds cannot be touched; its lease ends by itself.
+        rows = [d for d in self.out.rows.values() if d.id not in self.out.held]
         if rows:
             await self._settler.give_back(rows, timeout=_CLOSING / 2)
         if self._owning is not None:

@@ -166,6 +166,8 @@ create table if not exists {schema}.migration (
   compatible_from int not null,
   applied_at timestamptz not null default clock_timestamp()
 );"""
+_EXISTS = """select exists (select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+  where n.nspname = $1 and c.relname = 'migration')"""
 _NOTE = "insert into {schema}.migration (version, title, compatible_from) values (%d, '%s', %d);"
 # One number for all schemas of a database: migrations are rare, and waiting for another one costs nothing.
 _LOCK = "select pg_advisory_xact_lock(7377, 1);"
@@ -191,7 +193,8 @@ def book_of(schema: str) -> str:
 
 async def current_version(connection: asyncpg.Connection, schema: str) -> tuple[int, int]:
     """The database's version and the lowest that works on it; ``(0, 0)`` when there is no schema of ours."""
-    if not await connection.fetchval("select to_regclass($1) is not null", f"{quoted(schema)}.migration"):
+    # By a query, not to_regclass: that may answer from before a lock that was waited for (a cached "no such schema").
+    if not await connection.fetchval(_EXISTS, schema):
         return 0, 0
     row = await connection.fetchrow(
         f"select coalesce(max(version), 0), coalesce(max(compatible_from), 0) from {quoted(schema)}.migration"

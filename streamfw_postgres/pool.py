@@ -13,7 +13,7 @@ from streamfw.errors import BrokerClosed, BrokerUnavailable
 from .errors import DRIVER_ERRORS, translated
 from .roles import Connector
 
-__all__ = ["Isolation", "Pooled", "UnitPool"]
+__all__ = ["Isolation", "Pooled", "UnitPool", "end", "is_ended"]
 
 # A connection that a pool has lent; it behaves as the connection itself.
 Pooled: TypeAlias = "PoolConnectionProxy"
@@ -65,17 +65,19 @@ class UnitPool:
 
     def deadline(self, connection: Pooled) -> asyncio.TimerHandle:
         """A timer that ends the connection, for our own statements in a handler's transaction."""
-        return asyncio.get_running_loop().call_later(self._timeout, connection.terminate)
+        return asyncio.get_running_loop().call_later(self._timeout, end, connection)
 
     async def release(self, connection: Pooled) -> None:
         """Give it back; one that is still in a transaction is ended."""
-        assert self._pool is not None
-        if not connection.is_closed() and connection.is_in_transaction():
-            connection.terminate()
+        if self._pool is None or is_ended(connection):
+            return
+        if connection.is_in_transaction():
+            end(connection)
+            return
         try:
             await self._pool.release(connection, timeout=self._timeout)
         except DRIVER_ERRORS:
-            pass  # it is ended and forgotten
+            end(connection)
 
     async def close(self, seconds: float = 2.0) -> None:
         """For good; what is still in use after so many seconds is ended."""
@@ -87,3 +89,17 @@ class UnitPool:
             await asyncio.wait_for(pool.close(), seconds)
         except (TimeoutError, *DRIVER_ERRORS):
             pool.terminate()
+
+
+def is_ended(connection: Pooled) -> bool:
+    """Whether it was lost, or ended, or given back: the pool takes one that was lost away from who has it."""
+    try:
+        return connection.is_closed()
+    except asyncpg.InterfaceError:
+        return True
+
+
+def end(connection: Pooled) -> None:
+    """End it now; the pool forgets it."""
+    if not is_ended(connection):
+        connection.terminate()

@@ -18,6 +18,7 @@ from streamfw.errors import (
     Rejected,
     TooLarge,
     Unavailable,
+    Unroutable,
 )
 from streamfw.message import Outgoing
 
@@ -154,8 +155,17 @@ class Publisher:
 
     async def _stored(self, items: list[Item], known: bool = False) -> dict[int, PublishError]:
         """Store them in one statement; errors by position. `known`: their queues were just made known."""
+        unkept = not all([message.kept for message, _ in items])
+        if unkept and any(message.kept for message, _ in items):
+            return await self._apart(items)
         try:
-            unknown = await self._inserted(items)
+            unknown = await self._inserted(items, unkept)
+            if unkept:
+                return {
+                    i: Unroutable("nobody has subscribed to it", name=m.name, message_id=m.message_id)
+                    for i, (m, _) in enumerate(items)
+                    if m.name in unknown
+                }
             if unknown and not known:
                 for name in unknown:
                     await self._role.fetch(self._sql.ensure_queue, name)
@@ -173,13 +183,22 @@ class Publisher:
         failed = await self._stored([items[i] for i in again], known=True)
         return {again[i]: error for i, error in failed.items()}
 
+    async def _apart(self, items: list[Item]) -> dict[int, PublishError]:
+        """Two statements: for what is kept where nobody has subscribed, and for what is not."""
+        failed: dict[int, PublishError] = {}
+        for kept in (True, False):
+            places = [i for i, (message, _) in enumerate(items) if message.kept is kept]
+            answers = await self._stored([items[i] for i in places])
+            failed.update({places[i]: error for i, error in answers.items()})
+        return failed
+
     async def _halved(self, items: list[Item]) -> dict[int, PublishError]:
         middle = len(items) // 2
         failed = await self._stored(items[:middle])
         failed.update({middle + i: e for i, e in (await self._stored(items[middle:])).items()})
         return failed
 
-    async def _inserted(self, items: list[Item]) -> Sequence[str]:
+    async def _inserted(self, items: list[Item], unkept: bool = False) -> Sequence[str]:
         """One statement. Answers the queues that nobody knows, whose messages were not stored."""
         first = items[0][0].name
         columns = (
@@ -190,16 +209,15 @@ class Publisher:
             [m.priority for m, _ in items],
         )
         delays = [m.delay for m, _ in items]
-        if not any(delays) and len({m.name for m, _ in items}) == 1:
+        if not unkept and not any(delays) and len({m.name for m, _ in items}) == 1:
             stored = await self._role.count(self._sql.publish_one, first, *columns)
             if not stored:
                 return (first,)
             self._published({first: 0.0})
             return ()
         names = _soonest(items)
-        unknown: list[str] = await self._role.value(
-            self._sql.publish, [m.name for m, _ in items], *columns, delays, list(names)
-        )
+        sql = self._sql.publish_unkept if unkept else self._sql.publish
+        unknown: list[str] = await self._role.value(sql, [m.name for m, _ in items], *columns, delays, list(names))
         for name in unknown:
             del names[name]
         self._published(names)

@@ -109,6 +109,11 @@ with stored as (
   join {schema}.consumer c on c.queue = u.queue order by u.n)
 select array(select q from unnest($8::text[]) q where not exists (select from {schema}.consumer c where c.queue = q))"""
 
+# The same for what nobody keeps for groups that are yet to come: only where a group has subscribed.
+_PUBLISH_UNKEPT = _PUBLISH.replace("on c.queue = u.queue order", "on c.queue = u.queue and c.grp <> '' order").replace(
+    "c.queue = q)", "c.queue = q and c.grp <> '')"
+)
+
 # The same for one queue and no delay, which is most of what is published: $1 queue, $2..$6 columns.
 _PUBLISH_ONE = """
 insert into {schema}.message (consumer, priority, message_id, key, headers, body)
@@ -150,7 +155,17 @@ class Statements:
         self.renew = made(_RENEW)
         self.publish = made(_PUBLISH)
         self.publish_one = made(_PUBLISH_ONE)
+        self.publish_unkept = made(_PUBLISH_UNKEPT)
         self.ensure_queue = made("select {schema}.ensure_queue($1)")
+        self.remove_group = made("select coalesce({schema}.remove_group($1, $2), 0)")
+        # A reply inbox leaves no trace; what was published to it while it went is dropped like any late reply. Others'
+        # inboxes whose process died without a word go with it, an hour after their owner's last sign of life.
+        self.sweep_replies = made(
+            "with gone as (delete from {schema}.consumer where starts_with(queue, $1) and (queue = $2 and grp = '' "
+            "or queue <> $2 and owner_until < now() - interval '1 hour' "
+            "and created_at < now() - interval '1 hour') returning id) "
+            "delete from {schema}.message where consumer in (select id from gone)"
+        )
         self.register_group = made("select {schema}.register_group($1, $2)")
         # $1 ids: which of them still exist, for the report of what was lost.
         self.exist = made("select id from {schema}.message where id = any($1::bigint[])")

@@ -18,7 +18,7 @@ from streamfw.outcome import ACK, Outcome
 
 from .deliveries import PostgresDelivery
 from .errors import DRIVER_ERRORS, translated
-from .pool import Pooled
+from .pool import Pooled, end, is_ended
 
 if TYPE_CHECKING:
     from .lease import LeaseSource
@@ -100,14 +100,14 @@ class Unit(UnitOfWork):
         transaction, self._transaction = self._transaction, None
         connection = self.connection
         try:
-            if transaction is not None and not connection.is_closed():
+            if transaction is not None and not is_ended(connection):
                 deadline = self._source.pool.deadline(connection)
                 try:
                     await transaction.rollback()
                 finally:
                     deadline.cancel()
         except DRIVER_ERRORS:
-            connection.terminate()  # its end rolls back
+            end(connection)  # which rolls back
         finally:
             self._source.out.held.difference_update(self._ids)
             await self._source.pool.release(connection)

@@ -16,6 +16,7 @@ from streamfw_postgres import PostgresBroker
 from streamfw_postgres.connection import PostgresConnection
 from streamfw_postgres.deliveries import PostgresDelivery
 from streamfw_postgres.lease import LeaseSource
+from streamfw_postgres.suspects import Solo
 from tests.services.postgres import Postgres
 
 BIG = 64 * 1024 * 1024
@@ -101,6 +102,7 @@ async def abandon(source: LeaseSource) -> None:
     for role in (source._claims, source._settles):
         await role.close()
     source._connection.forget(source)
+    source._connection.solo = Solo()  # a new process knows nothing of the old one's suspects
     source._closed = True
 
 
@@ -110,15 +112,18 @@ class RecordingPump:
     def __init__(self, busy: bool = False) -> None:
         self.calls: list[str] = []
         self.busy = busy
-        self.held = False
+        self._held = False
+
+    def held(self) -> bool:
+        return self._held
 
     def hold(self) -> None:
-        self.held = True
+        self._held = True
         self.calls.append("hold")
 
     async def quiesce(self, seconds: float) -> bool:
         return not self.busy
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
-        self.held = False
+        self._held = False
         self.calls.append("release" if drop is None else "drop")

@@ -28,7 +28,8 @@ async def _again(source: Any, call: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await call()
         except BrokerError as error:
-            assert error.transient, error
+            if not error.transient:
+                raise
             await asyncio.sleep(0.05)
             try:
                 await source.reopen()
@@ -157,10 +158,11 @@ async def _refusal(url: str, **options: Any) -> str:
     broker = PostgresBroker(url, **options)
     with pytest.raises(BrokerRefused) as caught:
         await _connects(broker)
-    chain, error = [], caught.value
+    chain: list[str] = []
+    error: BaseException | None = caught.value
     while error is not None:
         chain.append(str(error))
-        error = error.__cause__  # type: ignore[assignment]
+        error = error.__cause__
     return " | ".join([*chain, repr(broker), broker.describe()])
 
 

@@ -95,7 +95,8 @@ async def _counts(on: Kit, sql: str, wanted: int) -> bool:
 
 
 async def test_four_claimers_never_take_a_row_twice(database: Postgres, on: Kit) -> None:
-    total, seen = 4000, []
+    total = 4000
+    seen: list[int] = []
     sources = [await on.open("q") for _ in range(4)]
     for _ in range(4):
         await on.connection.publish([outgoing("q", b"x") for _ in range(total // 4)])
@@ -120,7 +121,7 @@ async def test_at_most_limit_and_about_max_bytes(on: Kit) -> None:
     first = await fetch(source, 100, 1_000_000)
     assert len(first) == 5
     assert len(await fetch(source, 3, 1_000_000)) == 3
-    assert (await on.rows("attempt"))[8:] == [(0,)] * 4  # what did not fit was given back
+    assert [r[0] for r in await on.rows("attempt")][8:] == [0] * 4  # what did not fit was given back
 
 
 async def test_a_message_larger_than_max_bytes_comes_alone(on: Kit) -> None:
@@ -212,7 +213,7 @@ async def test_a_late_settle_changes_nothing(on: Kit, outcome: object) -> None:
     assert [d.attempt for d in new] == [2, 2]
     errors = await mine.settle([Settlement(d, outcome) for d in old])  # type: ignore[arg-type]
     assert [type(e) for e in errors] == [LeaseLost, LeaseLost]
-    assert {e.delivery.id for e in errors} == {d.id for d in new}
+    assert {e.delivery.message_id for e in errors} == {d.message_id for d in new}
     assert await ack(theirs, new) == ()
 
 

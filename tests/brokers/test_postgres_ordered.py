@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ async def on(database: Postgres) -> AsyncIterator[Kit]:
         yield made
 
 
-async def _ordered(on: Kit, **options: object) -> LeaseSource:
+async def _ordered(on: Kit, **options: Any) -> LeaseSource:
     return await on.open("q", ordered_by="key", **options)
 
 

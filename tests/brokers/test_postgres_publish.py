@@ -11,6 +11,7 @@ import pytest
 
 from streamfw.errors import BrokerClosed, OutcomeUnknown, Rejected, TooLarge, Unavailable
 from streamfw.message import Headers
+from tests.helpers import eventually
 from tests.services.postgres import Postgres
 
 from .postgres_kit import Kit, ack, bodies, fetch, kit, outgoing
@@ -187,8 +188,8 @@ async def test_a_cut_in_the_middle_is_unknown_and_a_server_away_is_surely_not_st
         await on.sql.execute("begin; lock table streamfw.message")
         sending = asyncio.create_task(on.publish("q", b"2"))
         pid = on.connection._publishes.pid
-        while not await on.sql.fetchval("select count(*) from pg_locks where pid = $1 and not granted", pid):
-            await asyncio.sleep(0.01)
+        waits = "select count(*) from pg_locks where pid = $1 and not granted"
+        await eventually(lambda: on.sql.fetchval(waits, pid))
         await on.sql.execute("select pg_terminate_backend($1)", pid)
         (answer,) = await sending
         assert isinstance(answer, OutcomeUnknown)
@@ -236,7 +237,10 @@ async def test_after_close_every_handle_says_so(database: Postgres) -> None:
 async def test_sql_writers_use_a_function(on: Kit) -> None:
     source = await on.open("orders")
     await on.open("orders", "other")
-    sql = "select streamfw.publish('orders', convert_to('{}', 'UTF8'), key => 'k', headers => $1::jsonb, message_id => 'm')"
+    sql = (
+        "select streamfw.publish('orders', convert_to('{}', 'UTF8'), "
+        "key => 'k', headers => $1::jsonb, message_id => 'm')"
+    )
     assert await on.sql.fetchval(sql, json.dumps({"tenant": "ü"})) == "m"
     await on.sql.execute("select streamfw.publish('orders', '', delay => interval '1 hour', priority => 3)")
     await on.sql.execute("select streamfw.publish('new', 'x')")

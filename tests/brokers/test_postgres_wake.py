@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from streamfw.broker import Settlement
+from streamfw.broker import Delivery, Settlement
 from streamfw.outcome import ACK, Retry
+from streamfw_postgres.lease import LeaseSource
 from streamfw_postgres.notify import Wakes, channel_of
 from tests.helpers import eventually
 from tests.services.postgres import Postgres
@@ -23,27 +24,27 @@ async def on(database: Postgres) -> AsyncIterator[Kit]:
         yield made
 
 
-async def _waiting(kit: Kit, source: object) -> asyncio.Task[object]:
+async def _waiting(source: LeaseSource) -> asyncio.Task[Sequence[Delivery]]:
     """A fetch that has found nothing and waits."""
-    pending = asyncio.create_task(source.fetch(10, BIG))  # type: ignore[attr-defined]
-    await eventually(lambda: not source._look and source._signal._waiters)  # type: ignore[attr-defined]
+    pending = asyncio.create_task(source.fetch(10, BIG))
+    await eventually(lambda: not source._look and bool(source._signal._waiters))
     return pending
 
 
 async def test_a_publish_in_the_process_wakes_at_once(on: Kit) -> None:
     source = await on.open("q")
-    pending = await _waiting(on, source)
+    pending = await _waiting(source)
     await on.publish("q", b"1")
-    assert len(await asyncio.wait_for(pending, 5)) == 1  # type: ignore[arg-type]
+    assert len(await asyncio.wait_for(pending, 5)) == 1
 
 
 async def test_also_by_another_connection_of_the_process(on: Kit, database: Postgres) -> None:
     async with kit(database, poll=30) as other:
         assert on.connection._wakes is other.connection._wakes
         source = await on.open("q")
-        pending = await _waiting(on, source)
+        pending = await _waiting(source)
         await other.publish("q", b"1")
-        assert len(await asyncio.wait_for(pending, 5)) == 1  # type: ignore[arg-type]
+        assert len(await asyncio.wait_for(pending, 5)) == 1
 
 
 @pytest.mark.parametrize("name", ["q", "ü" * 1000, "x" * 2600, "#=,"])
@@ -53,23 +54,23 @@ async def test_a_notification_wakes_from_another_process(on: Kit, database: Post
         source = await on.open(name)
         assert on.connection._listener is not None
         await on.connection._listener.listening.wait()
-        pending = await _waiting(on, source)
+        pending = await _waiting(source)
         await other.publish(name, b"1")
-        assert len(await asyncio.wait_for(pending, 5)) == 1  # type: ignore[arg-type]
-        await ack(source, await pending)  # type: ignore[arg-type]
-        pending = await _waiting(on, source)
+        assert len(await asyncio.wait_for(pending, 5)) == 1
+        await ack(source, await pending)
+        pending = await _waiting(source)
         await other.publish(name, b"2", delay=0.2)
-        assert len(await asyncio.wait_for(pending, 5)) == 1  # type: ignore[arg-type]
+        assert len(await asyncio.wait_for(pending, 5)) == 1
 
 
 async def test_what_nobody_here_notified_wakes_everybody(on: Kit) -> None:
     source = await on.open("q")
     assert on.connection._listener is not None
     await on.connection._listener.listening.wait()
-    pending = await _waiting(on, source)
+    pending = await _waiting(source)
     await on.sql.execute("select streamfw.publish('q', 'x')")
     await on.sql.execute("select pg_notify($1, '')", channel_of("streamfw"))
-    assert len(await asyncio.wait_for(pending, 5)) == 1  # type: ignore[arg-type]
+    assert len(await asyncio.wait_for(pending, 5)) == 1
 
 
 async def test_notifications_are_bundled_and_the_last_one_is_kept(on: Kit, database: Postgres) -> None:
@@ -88,20 +89,20 @@ async def test_notifications_are_bundled_and_the_last_one_is_kept(on: Kit, datab
 async def test_a_subscriber_works_by_the_poll_alone(database: Postgres) -> None:
     async with kit(database, poll=0.1) as on:
         source = await on.open("q")
-        pending = await _waiting(on, source)
+        pending = await _waiting(source)
         await on.sql.execute("select streamfw.publish('q', 'x')")
-        assert len(await asyncio.wait_for(pending, 5)) == 1  # type: ignore[arg-type]
+        assert len(await asyncio.wait_for(pending, 5)) == 1
 
 
 async def test_a_delay_ends_by_its_own_timer_never_early(on: Kit) -> None:
     source = await on.open("q")
-    pending = await _waiting(on, source)
+    pending = await _waiting(source)
     began = time.monotonic()
     await on.publish("q", b"1", delay=0.3)
     got = await asyncio.wait_for(pending, 10)
     assert time.monotonic() - began >= 0.3
     began = time.monotonic()
-    await settle(source, (got[0], Retry(0.3)))  # type: ignore[index]
+    await settle(source, (got[0], Retry(0.3)))
     assert len(await asyncio.wait_for(source.fetch(10, BIG), 10)) == 1
     assert time.monotonic() - began >= 0.3
 
@@ -119,15 +120,19 @@ async def test_many_due_at_once_all_come(on: Kit) -> None:
 
 async def test_an_idle_subscriber_sends_at_most_one_statement_a_second(database: Postgres) -> None:
     async with kit(database) as on:
-        for options in ({}, {"ordered_by": "key"}):
-            source = await on.open("q" + str(options), **options)
-            pending = await _waiting(on, source)
+        for order in (None, "key"):
+            source = await on.open(f"q {order}", ordered_by=order)
+            pending = await _waiting(source)
             before, began = on.connection.sent, time.monotonic()
-            await eventually(lambda before=before: on.connection.sent >= before + 3, 20)
+            await _sent(on, before + 3)
             assert time.monotonic() - began >= 2.0
             await source.stop()
             await pending
             await source.close()
+
+
+async def _sent(on: Kit, statements: int) -> None:
+    await eventually(lambda: on.connection.sent >= statements, 20)
 
 
 async def test_a_full_subscriber_sends_at_most_2_2_statements_per_100_messages(on: Kit) -> None:
@@ -152,7 +157,7 @@ async def test_a_listener_that_went_deaf_is_replaced_and_wakes_everybody(
     await listener.listening.wait()
     pid = listener._role.pid
     await listener._role.fetch("unlisten *")
-    pending = await _waiting(on, source)
+    pending = await _waiting(source)
     await on.sql.execute("select streamfw.publish('q', 'x')")
-    assert bodies(await asyncio.wait_for(pending, 5)) == [b"x"]  # type: ignore[arg-type]
+    assert bodies(await asyncio.wait_for(pending, 5)) == [b"x"]
     assert listener._role.pid != pid
