@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -320,6 +325,54 @@ async def test_a_fault_is_found(fault: Fault, test: str, monkeypatch: pytest.Mon
     # Whatever it raises is a failed test; that it passes is what must not be.
     with pytest.raises((Exception, pytest.fail.Exception)):
         await function(**{name: given[name] for name in wanted})
+
+
+STRANGER = """
+import pytest_asyncio
+from streamfw.memory import MemoryBroker
+from streamfw.testing.conformance import BrokerConformance
+
+class TestMine(BrokerConformance):
+    quiet = 0.05
+
+    @pytest_asyncio.fixture
+    async def broker(self):
+        return MemoryBroker(max_body=1000_000)
+
+class TestUnfinished(BrokerConformance):
+    pass
+
+class TestBroken(BrokerConformance):
+    quiet = 0.05
+
+    @pytest_asyncio.fixture
+    async def broker(self):
+        class Broken(MemoryBroker):
+            def mistakes(self, subscription):
+                return ["nothing is right"]
+        return Broken()
+"""
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_a_stranger_runs_it(tmp_path: Path, mode: str) -> None:
+    """In a project of its own, whatever its mode of pytest-asyncio; and failures explain themselves."""
+    (tmp_path / "test_stranger.py").write_text(STRANGER)
+    command = [sys.executable, "-m", "pytest", "-q", "-o", f"asyncio_mode={mode}", "-p", "no:cacheprovider", "-k"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "STREAMFW"))}
+    run = partial(
+        subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    sound = run([*command, "Mine and (health or whole or drain or settling)"])
+    assert sound.returncode == 0, sound.stdout
+    assert "skipped" not in sound.stdout
+    collected = run([*command, "health", "--collect-only"]).stdout
+    assert "BrokerConformance" not in collected, "only the stranger's own classes are"
+    unfinished = run([*command, "Unfinished and health"])
+    assert "needs a fixture `broker`" in unfinished.stdout
+    broken = run([*command, "Broken and whole"])
+    assert "a plain name is right on every broker" in broken.stdout
+    assert "['nothing is right'] == []" in broken.stdout, "assertions of the suite explain themselves"
 
 
 def test_no_test_hides_another_of_its_name() -> None:

@@ -2,13 +2,13 @@
 
 Write a test class, and say which broker it is::
 
-    import pytest
+    import pytest_asyncio
     from streamfw.testing.conformance import BrokerConformance
 
     class TestMyBroker(BrokerConformance):
         grace = 5.0  # seconds a timed event may be late: 1 in process (the default), 5 on a server
 
-        @pytest.fixture
+        @pytest_asyncio.fixture
         async def broker(self, my_server):
             return MyBroker(my_server.url)
 
