@@ -9,7 +9,7 @@ from .counts import JOBS, count_calls, store_baseline
 from .document import new_run, publish, write
 from .harness import Scenario, measure
 from .render import PAGE, page, table
-from .scenarios import NAMES, scenario
+from .scenarios import LOOPS, NAMES, scenario
 
 GROUPS = {"service": ("dispatch", "postgres"), "all": NAMES}
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     choices = (*NAMES, *GROUPS, "render")
     parser.add_argument("what", nargs="*", default=["all"], metavar="WHAT", help=", ".join(choices))
-    parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio", help="event loop")
+    parser.add_argument("--loop", choices=("asyncio", "uvloop"), help="event loop (default: as the scenario says)")
     parser.add_argument("--rounds", type=int, help="rounds (default: at least 9)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their name")
     parser.add_argument("--publish", action="store_true", help="put the runs into docs/benchmarks.json, and render it")
@@ -32,8 +32,9 @@ def main() -> int:
     names = dict.fromkeys(one for name in arguments.what for one in GROUPS.get(name, (name,)) if name != "render")
     missed = 0
     for name in names:
-        one = scenario(name, arguments.loop)
-        run = new_run(one, arguments.loop)
+        loop = arguments.loop or LOOPS[name]
+        one = scenario(name, loop)
+        run = new_run(one, loop)
         if isinstance(one, Scenario):
             run.unit, run.facts = one.unit, dict(one.facts)
             run.cases = measure(one, rounds=arguments.rounds, only=arguments.only, report=_say)

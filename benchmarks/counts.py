@@ -11,7 +11,7 @@ import asyncio
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,10 @@ from typing import Any, Final
 import msgspec
 
 from streamfw import App, subscriber
-from streamfw.broker import Settlement
-from streamfw.errors import SettleError
 from streamfw.memory import MemoryBroker
 from streamfw.message import Headers, Outgoing, _hex_buffer, new_message_id
 
+from .apps import all_settled
 from .jobs import BODY, around, four, fresh, lifespan, noop
 from .stats import median
 
@@ -105,7 +104,7 @@ async def _consume(
         _stop_the_clock(app)
         with counted:
             async with app.running():
-                await _settled(app, count)
+                await all_settled(app, count)
 
 
 async def fill(broker: MemoryBroker, count: int) -> None:
@@ -134,25 +133,6 @@ def _stop_the_clock(app: App) -> None:
             return plan
 
         one.make_plan = make_plan
-
-
-async def _settled(app: App, count: int) -> None:
-    """Wait until `count` more are settled. Polling would be counted, so the source is asked to tell."""
-    (pump,) = app.pumps
-    source, settle, left = pump.source, pump.source.settle, count
-    finished = asyncio.Event()
-
-    async def settle_and_tell(group: Sequence[Settlement]) -> Sequence[SettleError]:
-        nonlocal left
-        errors = await settle(group)
-        left -= len(group)
-        if left <= 0:
-            finished.set()
-        return errors
-
-    source.settle = settle_and_tell  # type: ignore[assignment, method-assign]
-    await finished.wait()
-    source.settle = settle  # type: ignore[method-assign]
 
 
 async def _publish(count: int, counted: AbstractContextManager[object]) -> None:
@@ -192,7 +172,7 @@ def block_slope(waves: int = 40, size: int = 500) -> float:
         async with app.running():
             connection = app.connection()
             for _ in range(waves):
-                settled = asyncio.ensure_future(_settled(app, size))
+                settled = asyncio.ensure_future(all_settled(app, size))
                 await asyncio.sleep(0)
                 await connection.publish([_message(number) for number in range(size)])
                 await settled

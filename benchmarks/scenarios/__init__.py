@@ -10,9 +10,11 @@ from benchmarks.harness import Scenario
 if TYPE_CHECKING:
     from .code import Counted
 
-__all__ = ["NAMES", "scenario"]
+__all__ = ["LOOPS", "NAMES", "scenario"]
 
-NAMES = ("dispatch", "postgres", "code")
+# By name, the loop that it runs on unless told otherwise. `App.run` takes uvloop where it is installed.
+LOOPS = {"dispatch": "asyncio", "postgres": "uvloop", "code": "asyncio"}
+NAMES = tuple(LOOPS)
 
 
 def scenario(name: str, loop: str) -> Scenario | Counted:
