@@ -11,6 +11,7 @@ Theory of operation
     Delayed messages stand in a second heap, by `clock`. A queue has one timer, set to the earliest of them, and only
     while somebody waits: a source that is busy promotes what is due when it next fetches. The clock is not the
     loop's: uvloop's stands still while a turn lasts and counts whole milliseconds, so what is due by it may be early.
+    A store may be given another clock before it is used, one that the loop's timers agree with (tests do).
 
     Nothing here suspends. Waiting is a future that whoever brings a message, or makes room, resolves.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
 import msgspec
@@ -65,14 +66,16 @@ class Queue:
         "_returned",
         "_timer",
         "_waiting",
+        "clock",
         "group",
         "name",
         "owner",
     )
 
-    def __init__(self, name: str, group: str) -> None:
+    def __init__(self, name: str, group: str, clock: Callable[[], float]) -> None:
         self.name = name
         self.group = group
+        self.clock = clock
         self.owner: object | None = None
         self._fresh: deque[Stored] = deque()
         self._returned: list[tuple[int, int, Stored]] = []
@@ -85,6 +88,11 @@ class Queue:
     def __len__(self) -> int:
         """How many wait here: ready and delayed, without those handed out."""
         return len(self._fresh) + len(self._returned) + len(self._delayed)
+
+    @property
+    def ready(self) -> bool:
+        """Whether somebody could take something now."""
+        return bool(self._fresh or self._returned or (self._delayed and self._delayed[0][0] <= self.clock()))
 
     # Messages
 
@@ -198,7 +206,7 @@ class Queue:
             self._timer.cancel()
             self._timer = None
         if self._delayed and self._waiting:
-            pause = max(0.0, self._delayed[0][0] - clock())
+            pause = max(0.0, self._delayed[0][0] - self.clock())
             self._timer = asyncio.get_running_loop().call_later(pause, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -210,7 +218,7 @@ class Queue:
         self._set_timer()
 
     def _promote(self) -> None:
-        delayed, now = self._delayed, clock()
+        delayed, now = self._delayed, self.clock()
         while delayed and delayed[0][0] <= now:
             stored = heappop(delayed)[2]
             heappush(self._returned, (stored.priority, stored.seq, stored))
@@ -226,6 +234,7 @@ class Store:
         "_made_room",
         "_seq",
         "bytes",
+        "clock",
         "count",
         "tag",
         "topics",
@@ -234,6 +243,7 @@ class Store:
 
     def __init__(self) -> None:
         self.topics: dict[str, dict[str, Queue]] = {}
+        self.clock = clock
         self.count = 0
         self.bytes = 0
         self.turn = asyncio.Lock()
@@ -261,7 +271,7 @@ class Store:
         """The queues of a topic by group; an unclaimed one where nobody has subscribed."""
         queues = self.topics.get(name)
         if queues is None:
-            queues = self.topics[name] = {UNCLAIMED: Queue(name, UNCLAIMED)}
+            queues = self.topics[name] = {UNCLAIMED: Queue(name, UNCLAIMED, self.clock)}
         return queues
 
     def register(self, name: str, group: str) -> Queue:
@@ -269,7 +279,7 @@ class Store:
         queues = self.queues(name)
         queue = queues.get(group)
         if queue is None:
-            queue = queues.pop(UNCLAIMED, None) or Queue(name, group)
+            queue = queues.pop(UNCLAIMED, None) or Queue(name, group, self.clock)
             queue.group = group
             queues[group] = queue
         return queue
@@ -278,7 +288,7 @@ class Store:
 
     def add(self, message: Outgoing, size: int, stamp: float) -> None:
         """Store one message for every group of its topic."""
-        due = clock() + message.delay if message.delay > 0 else None
+        due = self.clock() + message.delay if message.delay > 0 else None
         self._put_everywhere(message, size, stamp, self.queues(message.name).values(), due)
 
     def bury(self, stored: Stored, attempt: int, queue: Queue, name: str, outcome: DeadLetter) -> None:

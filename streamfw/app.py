@@ -99,6 +99,7 @@ class App:
         self._failure: BaseException | None = None
         self._host: asyncio.Task[Any] | None = None
         self._interrupted = self._draining = False
+        self._on_connect: Callable[[str, Connection], None] | None = None  # for tests, which watch what is published
         self.state: tuple[object, ...] = ()
 
     # -- declaring
@@ -249,7 +250,7 @@ class App:
             async with AsyncExitStack() as stack:
                 for name, broker in built.brokers.items():
                     self._connections[name] = await self._patiently(
-                        f"broker {name!r} ({broker.describe()})", partial(self._connect, stack, broker)
+                        f"broker {name!r} ({broker.describe()})", partial(self._connect, stack, name, broker)
                     )
                 self.state = await self._enter_lifespan(stack)
                 self._bind_states(built)
@@ -269,8 +270,11 @@ class App:
         if self._failure is not None:
             raise self._failure
 
-    async def _connect(self, stack: AsyncExitStack, broker: Broker) -> Connection:
-        return await stack.enter_async_context(broker.connect())
+    async def _connect(self, stack: AsyncExitStack, name: str, broker: Broker) -> Connection:
+        connection = await stack.enter_async_context(broker.connect())
+        if self._on_connect is not None:
+            self._on_connect(name, connection)
+        return connection
 
     async def _patiently(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Do `attempt`, again and again while the server is away; the whole start may take `Settings.wait` seconds."""

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from ._memory_store import Queue, Store, Stored, as_messages, clock, now
+from ._memory_store import Queue, Store, Stored, as_messages, now
 from .broker import (
     Broker,
     Capabilities,
@@ -298,7 +298,7 @@ class MemorySource(Source):
             stored = delivery.stored
             if isinstance(outcome, Retry):
                 stored.attempt += 1
-                self._queue.put_back(stored, clock() + outcome.after if outcome.after else None)
+                self._queue.put_back(stored, self._store.clock() + outcome.after if outcome.after else None)
             elif outcome is RELEASE:
                 self._queue.put_back(stored)
             elif isinstance(outcome, DeadLetter) and self._dead_letter is not None:

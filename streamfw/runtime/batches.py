@@ -31,6 +31,13 @@ class BatchCrew(Crew):
 
     batch: Batch
     decode: Callable[[Any], Any] | None = None
+    hurries = 0
+
+    def hurry(self) -> None:
+        """Let those who linger begin with what they have."""
+        self.hurries += 1
+        while self.idle:
+            self.idle.pop().set()
 
     def work(self, slot: Slot) -> Coroutine[Any, Any, None]:
         return self._work_batches(slot)
@@ -88,8 +95,8 @@ class BatchCrew(Crew):
 
     async def _linger(self, messages: list[Delivery]) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.batch.wait
-        while len(messages) < self.batch.size and self.shelf is None and not self.stopping:
+        deadline, hurries = loop.time() + self.batch.wait, self.hurries
+        while len(messages) < self.batch.size and self.hurries == hurries and self.shelf is None and not self.stopping:
             left = deadline - loop.time()
             if left <= 0:
                 break
