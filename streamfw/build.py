@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,10 @@ from .message import Message, Outgoing, dead_letter_headers
 from .middleware import Middleware, compose
 from .options import codec_mistake, middleware_mistakes, option_mistakes
 from .outcome import DeadLetter, Outcome, Policy
-from .publisher import Publisher, send
+from .outlet import Outlet, PublishMiddleware, send
+from .publisher import Publisher
 from .runtime.plan import Plan
+from .runtime.replies import Inbox, replying
 from .runtime.transaction import transactional
 from .subscriber import DEFAULT_DEAD_LETTER, Declaration
 
@@ -58,6 +61,7 @@ class Built(msgspec.Struct, kw_only=True):
     brokers: dict[str, Broker]
     subscribers: list[BuiltSubscriber]
     publishers: list[Publisher[Any]]
+    outlets: dict[str, Outlet]
 
 
 class Builder:
@@ -70,11 +74,15 @@ class Builder:
         brokers: Mapping[str, str | Broker],
         codec: Codec,
         middleware: Sequence[Middleware],
+        publish_middleware: Sequence[PublishMiddleware],
         connection: Callable[[str], Connection],
+        inbox: Callable[[str], Inbox],
         state_type: Any,
     ) -> None:
         self._settings, self._codec, self._middleware = settings, codec, middleware
+        self._publish_middleware, self._inbox = publish_middleware, inbox
         self._connection, self._state_type = connection, state_type
+        self._outlets: dict[str, Outlet] = {}
         self._given = brokers
         self._errors: list[StreamError] = list(mistakes)
         self._brokers: dict[str, Broker] = {}
@@ -85,6 +93,10 @@ class Builder:
         """Raises one `ExceptionGroup` of `BuildError` and `ConfigError`."""
         self._make_brokers()
         self._check_app()
+        for name, broker in self._brokers.items():
+            self._outlets[name] = Outlet(
+                name, self._codec, broker.capabilities, self._publish_middleware, self._connection, self._inbox
+            )
         for name in self._settings.subscribers:
             if name not in (names := [_handler_name(d) for d in declared]):
                 self._errors.append(ConfigError(f"subscribers.{name}", f"no handler has this name{near(name, names)}"))
@@ -100,7 +112,7 @@ class Builder:
         if self._errors:
             lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(self._errors, 1))
             raise ExceptionGroup(f"the app cannot be built:{lines}\n", self._errors)
-        return Built(brokers=self._brokers, subscribers=subscribers, publishers=self._publishers)
+        return Built(brokers=self._brokers, subscribers=subscribers, publishers=self._publishers, outlets=self._outlets)
 
     def wrong(self, where: str, message: str) -> None:
         """Note a mistake that `build` will raise with the others."""
@@ -109,8 +121,12 @@ class Builder:
     def _check_app(self) -> None:
         if (mistake := codec_mistake(self._codec)) is not None:
             self.wrong("codec", mistake)
-        for mistake in middleware_mistakes(self._middleware):
-            self.wrong("middleware", mistake)
+        for where, layers in (("middleware", self._middleware), ("publish_middleware", self._publish_middleware)):
+            mistakes = list(middleware_mistakes(layers))
+            for mistake in mistakes:
+                self.wrong(where, mistake)
+            if mistakes and where == "publish_middleware":
+                self._publish_middleware = ()
 
     def _make_brokers(self) -> None:
         urls: dict[str, Any] = dict(self._settings.brokers)
@@ -239,8 +255,7 @@ class Builder:
             message = f"there is no broker {publisher.broker!r}{near(publisher.broker, self._brokers)}"
             self._errors.append(BuildError(where, message))
             return
-        connection, codec = self._connection, self._codec
-        publisher.bind(lambda: (connection(publisher.broker), codec))
+        publisher.bind(self._outlets[publisher.broker])
         self._publishers.append(publisher)
 
     def _assemble(
@@ -252,6 +267,9 @@ class Builder:
             publisher: Publisher[Any] = Publisher(d.publishes, broker=d.broker)
             self._bind(publisher, f"{d.where}, publishes={d.publishes!r}")
             call = _publishing(call, publisher)
+        if d.batch is None and compiled.returns_value:
+            patterns = self._brokers[d.broker].reply_patterns if d.replies_to is None else tuple(d.replies_to)
+            call = replying(call, self._outlets[d.broker].reply, patterns, d.where)
         call = compose(call, [*self._middleware, *d.middleware])
         if d.task_per_message:
             call = _in_a_task(call)
@@ -349,12 +367,15 @@ def _yields(state: Any, kind: Any) -> bool:
     """Whether a lifespan that says it yields `state` may yield a `kind`; what it yields is looked at when it has."""
     parts = typing.get_args(state) if typing.get_origin(state) is tuple else (state,)
     wanted = typing.get_origin(kind) or kind
-    return any(part == kind or _may_be(typing.get_origin(part) or part, wanted) for part in parts)
+    return any(part == kind or _may_be(part, wanted) for part in parts)
 
 
 def _may_be(part: Any, wanted: Any) -> bool:
+    if typing.get_origin(part) in (typing.Union, types.UnionType):
+        return any(_may_be(one, wanted) for one in typing.get_args(part))
+    part = typing.get_origin(part) or part
     if not (isinstance(part, type) and isinstance(wanted, type)) or part is object:
-        return part is not Ellipsis  # Any, a union, a type variable: nobody can say yet
+        return part is not Ellipsis  # Any, a type variable: nobody can say yet
     try:
         return issubclass(part, wanted)
     except TypeError:  # a protocol with attributes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -44,7 +45,9 @@ def state_type(lifespan: Lifespan | None) -> Any:
     except Exception:  # an annotation that cannot be evaluated: found out when it yields
         return Any
     arguments = typing.get_args(returns)
-    return arguments[0] if arguments else Any
+    if not arguments:
+        return Any
+    return types.NoneType if arguments[0] is None else arguments[0]
 
 
 def open_lifespan(lifespan: Lifespan, app: object) -> AbstractAsyncContextManager[Any]:
