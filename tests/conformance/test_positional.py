@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from streamfw import App, subscriber
 from streamfw.broker import Broker, Delivery, Settlement, Subscription
-from streamfw.errors import PartitionRevoked
+from streamfw.errors import PartitionRevoked, SettleError
 from streamfw.message import Outgoing, new_message_id
 from streamfw.outcome import ACK
+from streamfw.testing._positional import PositionalSource
 from streamfw.testing.conformance import BrokerConformance
 from streamfw.testing.synthetic import PositionalBroker
 from tests.helpers import eventually
@@ -133,6 +134,21 @@ async def test_no_partition_is_starved() -> None:
         assert set.union(*lanes[:4]) == set.union(*lanes[4:]) == {0, 1, 2, 3}
 
 
+@pytest.fixture(params=[0.0, 0.004], ids=["settles at once", "settles slowly"])
+def settle_seconds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    seconds: float = request.param
+    settle = PositionalSource.settle
+
+    async def slowly(self: PositionalSource, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
+        await asyncio.sleep(seconds)
+        return await settle(self, settlements)
+
+    if seconds:
+        monkeypatch.setattr(PositionalSource, "settle", slowly)
+    return seconds
+
+
+@pytest.mark.usefixtures("settle_seconds")
 @pytest.mark.parametrize("order", [None, "key", "partition"])
 @pytest.mark.parametrize("members", [1, 3])
 async def test_partitions_that_move_lose_nothing_and_repeat_nothing(members: int, order: str | None) -> None:
