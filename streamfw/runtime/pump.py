@@ -65,9 +65,10 @@ class Pump:
             self._to_settle,
             settled=self._settled,
             errors=self._settle_errors,
-            may_wait=lambda count: count * 4 < self.prefetch.size and not self.crew.idle,
+            may_wait=lambda count: count * 4 < self.prefetch.size and bool(self.crew.ready or not self.crew.idle),
             dead_letter=plan.dead_letter,
             trouble=self._trouble,
+            clock=plan.clock,
         )
         plan.subscription.pump = self
 
@@ -119,9 +120,9 @@ class Pump:
 
     def _adapt(self) -> None:
         now, crew = self.plan.clock(), self.crew
-        if self.prefetch.due(now):
-            untaken = len(crew.ready) + len(crew.shelf or ()) + self.lanes.parked
-            self.prefetch.adapt(self.counters.fetched - untaken, now, bool(crew.idle) and not crew.ready)
+        taken = self.counters.fetched - len(crew.ready) - len(crew.shelf or ()) - self.lanes.parked
+        if self.prefetch.due(taken, now):
+            self.prefetch.adapt(taken, now, bool(crew.idle) and not crew.ready)
 
     def _make_room(self) -> None:
         if self._free.waiter is not None and self._room():
@@ -200,7 +201,7 @@ class Pump:
                 await self._free.wait()
                 continue
             held = self.lanes.held
-            wanted = prefetch.room(self.in_flight - held, held)
+            wanted = min(prefetch.room(self.in_flight - held, held), prefetch.at_once)
             try:
                 batch = await fetch(wanted, prefetch.bytes_left(self.in_flight))
             except BrokerError as error:
@@ -222,7 +223,10 @@ class Pump:
             crew.arrive(batch)
 
     def _room(self) -> bool:
-        """Fetch when half is free, or anything is and a worker has nothing to do: few and large fetches."""
+        """Fetch when half is free, or anything is and a worker has nothing to do: few and large fetches.
+
+        A quarter must be free while a settlement is on its way: it will make room in a moment.
+        """
         held = self.lanes.held
         if held >= self.plan.held:
             self._warn_held(held)
@@ -230,7 +234,12 @@ class Pump:
         free = self.prefetch.room(self.in_flight - held, held)
         if free <= 0:
             return False
-        return free * 2 >= self.prefetch.capacity or (bool(self.crew.idle) and not self.crew.ready)
+        capacity = self.prefetch.capacity
+        if free * 2 >= capacity:
+            return True
+        if not self.crew.idle or self.crew.ready:
+            return False
+        return free * 4 >= capacity or not self.settler.busy
 
     def _warn_held(self, held: int) -> None:
         if not self._warned_held:
@@ -372,20 +381,24 @@ class Pump:
         self.crew.hold()
 
     async def quiesce(self, seconds: float) -> bool:
-        """Wait until nothing runs; see `streamfw.broker.PumpControl`."""
+        """Wait until nothing runs and what ran is settled; see `streamfw.broker.PumpControl`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         quiet = Signal()
-        self.crew.quiet.add(quiet)
+        waiters = (self.crew.quiet, self.settler.rested)
+        for waiting in waiters:
+            waiting.add(quiet)
         try:
-            while self.crew.running:
+            while self.crew.running or self.settler.busy:
+                self.settler.hurry()
                 left = deadline - loop.time()
                 if left <= 0:
                     return False
                 await quiet.wait_for(left)
             return True
         finally:
-            self.crew.quiet.discard(quiet)
+            for waiting in waiters:
+                waiting.discard(quiet)
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
         """Go on; see `streamfw.broker.PumpControl`."""

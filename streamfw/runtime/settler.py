@@ -48,15 +48,24 @@ class Settler:
         may_wait: Callable[[int], bool],
         dead_letter: Callable[[Delivery, DeadLetter], Awaitable[None]] | None,
         trouble: Callable[[str, BaseException | None], None],
+        clock: Callable[[], float],
     ) -> None:
         self._done, self._to_settle, self._nap, self._retry = done, to_settle, Signal(), Signal()
         self._settled, self._errors, self._may_wait = settled, errors, may_wait
         self._dead_letter, self._trouble = dead_letter, trouble
+        self._clock = clock  # not the loop's: uvloop counts in milliseconds, and a settlement takes less
         self._drained = False
         self._burials: set[asyncio.Task[None]] = set()
         self.groups = 0
         self.odd = 0  # of those in `done`, how many are no acknowledgements of handled messages
         self.give_up_at: float | None = None
+        self._settling = False
+        self.rested: set[Signal] = set()  # of those who wait until nothing is left to settle
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that ended is not settled yet."""
+        return self._settling or bool(self._done)
 
     def hurry(self) -> None:
         """A worker ran dry: what is finished may be what keeps the prefetch full."""
@@ -64,23 +73,28 @@ class Settler:
             self._nap.set()
 
     async def run(self, source: Source) -> None:
-        done, loop = self._done, asyncio.get_running_loop()
+        done, clock = self._done, self._clock
         rest_until = 0.0
         while True:
             if not done:
+                self._settling = False
+                for signal in self.rested:
+                    signal.set()
                 if self._drained:
                     return
                 await self._to_settle.wait()
                 continue
-            if not self._drained and self._may_wait(len(done)) and (rest := rest_until - loop.time()) > 0:
+            hurried = self._drained or self.rested
+            if not hurried and self._may_wait(len(done)) and (rest := rest_until - clock()) > 0:
                 await self._nap.wait_for(rest)
             group = done[:]
             done.clear()  # the same list for ever: workers hold its append
+            self._settling = True
             odd, self.odd = self.odd, 0
-            began = loop.time()
+            began = clock()
             if not await self._settle(source, group, odd):
                 return
-            now = loop.time()
+            now = clock()
             rest_until = now + min(MOST_PACE, PACE * (now - began))
 
     async def _settle(self, source: Source, group: list[Settlement], odd: int) -> bool:
@@ -102,6 +116,7 @@ class Settler:
             if errors:
                 failed = {id(error.delivery) for error in errors}
                 self._errors(errors, sum(s.outcome is ACK and id(s.delivery) in failed for s in group))
+            self._settling = False
             self._settled(len(group), odd)
             return True
 
