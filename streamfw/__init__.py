@@ -34,7 +34,7 @@ from .broker import (
     Subscription,
     UnitOfWork,
 )
-from .codec import Codec, JsonCodec, RawCodec
+from .codec import Codec, JsonCodec, MsgpackCodec, RawCodec
 from .errors import (
     ArgumentError,
     Blocked,
@@ -53,6 +53,7 @@ from .errors import (
     PartitionRevoked,
     PublishError,
     Rejected,
+    ReplyTimeout,
     SettleError,
     StaleDelivery,
     StreamError,
@@ -65,7 +66,9 @@ from .handler import Attempt, DeliveryField, Header, MessageBatch, State, UnitCo
 from .message import Headers, Message, Outgoing
 from .middleware import Middleware, Next
 from .outcome import Ack, Backoff, DeadLetter, Drop, Outcome, Retry
+from .outlet import NextPublish, PublishMiddleware
 from .publisher import Publisher
+from .router import Router
 from .subscriber import Batch, subscriber
 
 __all__ = [
@@ -102,7 +105,9 @@ __all__ = [
     "MessageBatch",
     "MessageError",
     "Middleware",
+    "MsgpackCodec",
     "Next",
+    "NextPublish",
     "NotRunning",
     "Outcome",
     "OutcomeUnknown",
@@ -110,11 +115,14 @@ __all__ = [
     "PartialFailure",
     "PartitionRevoked",
     "PublishError",
+    "PublishMiddleware",
     "Publisher",
     "PumpControl",
     "RawCodec",
     "Rejected",
+    "ReplyTimeout",
     "Retry",
+    "Router",
     "SettleError",
     "Settlement",
     "Source",

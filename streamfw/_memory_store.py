@@ -284,6 +284,24 @@ class Store:
             queues[group] = queue
         return queue
 
+    def has_groups(self, name: str) -> bool:
+        """Whether anybody has subscribed to this topic."""
+        return any(group != UNCLAIMED for group in self.topics.get(name, ()))
+
+    def withdraw(self, name: str, group: str, leave: bool) -> int:
+        """Forget a group and what waits for it; `leave`: the topic goes on to keep what is published."""
+        queue = self.topics.get(name, {}).pop(group, None)
+        if queue is None:
+            return 0
+        gone = queue.remove({stored.seq for stored in queue.waiting_messages()})
+        self.free(len(gone), sum(stored.size for stored in gone))
+        if not self.topics[name]:
+            if leave:
+                self.topics[name] = {UNCLAIMED: Queue(name, UNCLAIMED, self.clock)}
+            else:
+                del self.topics[name]
+        return len(gone)
+
     # Messages
 
     def add(self, message: Outgoing, size: int, stamp: float) -> None:

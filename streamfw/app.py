@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,10 +24,12 @@ from .codec import Codec, JsonCodec
 from .config import Settings, near, read
 from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning
 from .lifespan import Lifespan, find_state, lifespan_mistakes, open_lifespan, state_type
-from .message import Headers, HeaderValues
 from .middleware import Middleware
-from .publisher import Publisher, outgoing, send
+from .outlet import Outlet, PublishMiddleware, PublishOptions
+from .publisher import Publisher
+from .router import Router
 from .runtime.pump import Pump
+from .runtime.replies import Inbox
 from .runtime.settler import backoff
 from .subscriber import Declaration, Options, declarations, subscriber
 
@@ -35,6 +38,7 @@ __all__ = ["App", "AppHealth"]
 logger = logging.getLogger("streamfw")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class AppHealth(msgspec.Struct, frozen=True):
@@ -50,13 +54,14 @@ class App:
         app = App(ship, bill, name="shop")
         app.run()
 
-    - `subscribers`: functions marked with `@subscriber`; more come with `app.subscriber`.
+    - `subscribers`: functions marked with `@subscriber`, and `Router` objects; more come with `app.subscriber`.
     - `name`: the default group of its subscribers.
     - `brokers`: name to URL (or a `Broker`); ``default`` is the one that subscribers use unless they say otherwise.
     - `lifespan`: an async generator function, or a function that gives an async context manager; what it yields is the
       state that handlers take by type (``Annotated[Pool, State]``); yield a tuple for several. It may take the app as
       its parameter.
-    - `middleware`: around every handler, the first outermost. `codec`: how bodies are encoded (default JSON).
+    - `middleware`: around every handler, the first outermost; `publish_middleware`: around every publish. `codec`: how
+      bodies are encoded (default JSON).
     - `publishers`: `Publisher` objects that belong to this app.
     - `drain_timeout`: seconds that handlers may take to finish when the app stops.
     - `config`: the configuration file (default ``streamfw.toml``, if there is one).
@@ -67,17 +72,18 @@ class App:
 
     def __init__(
         self,
-        *subscribers: Callable[..., Any],
+        *subscribers: Callable[..., Any] | Router,
         name: str | None = None,
         brokers: Mapping[str, str | Broker] | None = None,
         lifespan: Lifespan | None = None,
         middleware: Sequence[Middleware] = (),
+        publish_middleware: Sequence[PublishMiddleware] = (),
         publishers: Sequence[Publisher[Any]] = (),
         codec: Codec | None = None,
         drain_timeout: float | None = None,
         config: str | Path | None = None,
     ) -> None:
-        self._handlers: list[Callable[..., Any]] = list(subscribers)
+        self._handlers: list[Callable[..., Any] | Router] = list(subscribers)
         self._name, self._drain_timeout, self._config = name, drain_timeout, config
         self._mistakes: list[tuple[str, str]] = []
         given: object = brokers or {}
@@ -88,11 +94,12 @@ class App:
             self._mistakes.append(("name", "the name of an app is not empty"))
         self._brokers: dict[str, str | Broker] = dict(given)
         self._lifespan, self._middleware = lifespan, middleware
-        self._publishers = list(publishers)
+        self._publish_middleware, self._publishers = publish_middleware, list(publishers)
         self._codec: Codec = codec if codec is not None else JsonCodec()
         self._built: Built | None = None
         self._settings: Settings | None = None
         self._connections: dict[str, Connection] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._pumps: list[Pump] = []
         self._running = self._started = False
         self._patience: float | None = None  # until when, of the loop's clock, a server is waited for at start
@@ -168,7 +175,9 @@ class App:
                 self._brokers,
                 self._codec,
                 self._middleware,
+                self._publish_middleware,
                 self._connection,
+                self._inbox,
                 state_type(self._lifespan),
             )
             for where, mistake in (*self._mistakes, *lifespan_mistakes(self._lifespan)):
@@ -179,6 +188,9 @@ class App:
     def _declarations(self, builder: Builder) -> list[Declaration]:
         found: list[Declaration] = []
         for handler in self._handlers:
+            if isinstance(handler, Router):
+                found.extend(handler.declarations())
+                continue
             marked = declarations(handler)
             if not marked:
                 name = getattr(handler, "__qualname__", repr(handler))
@@ -189,34 +201,38 @@ class App:
     # -- publishing
 
     async def publish(
+        self, name: str, payload: object, *, broker: str = "default", **options: Unpack[PublishOptions]
+    ) -> str:
+        """Publish to `name` and return the message id once the broker has accepted it; see `Publisher.publish`."""
+        return await self._outlet(broker).publish(name, payload, **options)
+
+    async def request(
         self,
         name: str,
         payload: object,
+        reply: type[R],
         *,
+        timeout: float = 30.0,
         broker: str = "default",
-        key: str | None = None,
-        headers: HeaderValues | Headers | None = None,
-        delay: float = 0.0,
-        message_id: str | None = None,
-        correlation_id: str | None = None,
-        reply_to: str | None = None,
-        priority: int = 0,
-    ) -> str:
-        """Publish to `name` and return the message id once the broker has accepted it; see `Publisher.publish`."""
-        message = outgoing(
-            self._codec,
-            name,
-            payload,
-            key=key,
-            headers=headers,
-            delay=delay,
-            message_id=message_id,
-            correlation_id=correlation_id,
-            reply_to=reply_to,
-            priority=priority,
-        )
-        await send(self._connection(broker), message)
-        return message.message_id
+        **options: Unpack[PublishOptions],
+    ) -> R:
+        """Publish to `name` and return what its handler returned, as `reply`; see `Publisher.request`."""
+        return await self._outlet(broker).request(name, payload, reply, timeout, **options)
+
+    def _outlet(self, name: str) -> Outlet:
+        outlet = self._built.outlets.get(name) if self._built is not None else None
+        if outlet is None:
+            self._connection(name)  # says whether there is no such broker, or it is not connected
+            raise NotRunning(f"broker {name!r} is not connected")
+        return outlet
+
+    def _inbox(self, name: str) -> Inbox:
+        inbox = self._inboxes.get(name)
+        if inbox is None:
+            capabilities = self.broker(name).capabilities
+            member = os.urandom(8).hex()
+            inbox = self._inboxes[name] = Inbox(self._connection(name), capabilities, member, self._pump_failed)
+        return inbox
 
     def _connection(self, name: str) -> Connection:
         connection = self._connections.get(name)
@@ -264,7 +280,7 @@ class App:
         finally:
             host, self._host = self._host, None
             self._running = self._started = False
-            self._connections, self._pumps, self.state = {}, [], ()
+            self._connections, self._inboxes, self._pumps, self.state = {}, {}, [], ()
             if self._interrupted and host is not None:
                 host.uncancel()
         if self._failure is not None:
@@ -337,18 +353,24 @@ class App:
         does not leave sources open: it is raised when the drain is over, which is bounded."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
-        ends = [asyncio.ensure_future(pump.drain(deadline)) for pump in self._pumps]
+        drained = asyncio.ensure_future(self._drain_all(deadline))
         cancelled = False
-        while pending := [end for end in ends if not end.done()]:
+        while not drained.done():
             try:
-                await asyncio.wait(pending)
+                await asyncio.wait([drained])
             except asyncio.CancelledError:
                 cancelled = True
-        for end in ends:
-            if not end.cancelled() and (error := end.exception()) is not None:
-                logger.error("while draining: %r", error, exc_info=error)
         if cancelled:
             raise asyncio.CancelledError
+
+    async def _drain_all(self, deadline: float) -> None:
+        ends = (pump.drain(deadline) for pump in self._pumps)
+        failed = await asyncio.gather(*ends, return_exceptions=True)
+        # Last: handlers that finish may still wait for replies.
+        failed += await asyncio.gather(*(inbox.close() for inbox in self._inboxes.values()), return_exceptions=True)
+        for error in failed:
+            if isinstance(error, BaseException):
+                logger.error("while draining: %r", error, exc_info=error)
 
     def health(self) -> AppHealth:
         """Whether the app runs and every subscriber has a live source; no I/O."""

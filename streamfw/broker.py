@@ -38,7 +38,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
@@ -47,6 +47,7 @@ from .message import Message, Outgoing
 from .outcome import Outcome
 
 __all__ = [
+    "REPLY_PREFIX",
     "Broker",
     "Capabilities",
     "Connection",
@@ -62,6 +63,8 @@ __all__ = [
 ]
 
 Order = Literal["key", "partition"]
+REPLY_PREFIX: Final = "streamfw.reply."
+"""How the names of reply inboxes begin, on brokers that have no replies of their own."""
 
 
 class Delivery(Message, gc=False, kw_only=True):
@@ -140,7 +143,8 @@ class PumpControl(Protocol):
         """Start nothing new. What runs goes on; what is queued stays queued."""
 
     async def quiesce(self, seconds: float) -> bool:
-        """Wait until nothing runs, for at most `seconds`. True when nothing runs. Needs `hold` first."""
+        """Wait until nothing runs and what ran is settled, for at most `seconds`; whether that is so. Needs `hold`
+        first. Not to be called from within `Source.settle`, which it waits for."""
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
         """Go on. What is queued and matches `drop` is dropped without being settled (it moved elsewhere)."""
@@ -336,6 +340,14 @@ class Connection(ABC):
     async def check(self) -> Health:
         """Ask the server. Never raises for a server that is away: that is an unhealthy answer."""
 
+    async def withdraw(self, name: str, group: str) -> int:
+        """Forget a group for good, with what waits for it; return how many messages that were.
+
+        A name that loses its last group keeps what is published from then on for the next one, as before its first; a
+        reply inbox (`REPLY_PREFIX`) leaves nothing behind.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot forget a group")
+
     async def dead_letters(self, name: str) -> DeadLetters:
         """What a person does with the dead letters at `name` (for example ``orders.dead``)."""
         raise Unsupported(f"{type(self).__name__} cannot list dead letters")
@@ -368,6 +380,8 @@ class Broker(ABC):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
+    reply_patterns: ClassVar[tuple[str, ...]] = (f"{REPLY_PREFIX}*",)
+    """The addresses (as `fnmatch` patterns) that handlers reply to unless ``replies_to=`` says otherwise."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -1,4 +1,18 @@
-"""Bodies to values and back. A codec's decoders and encoders are built once, at build."""
+"""Bodies to values and back. A codec's decoders and encoders are built once, at build.
+
+A codec of one's own is a class with a content type and two methods:
+
+    class TomlCodec:
+        content_type = "application/toml"
+
+        def decoder(self, annotation):
+            return lambda body: msgspec.toml.decode(body, type=annotation)
+
+        def encode(self, value):
+            return msgspec.toml.encode(value)
+
+    app = App(ship, codec=TomlCodec())
+"""
 
 from __future__ import annotations
 
@@ -8,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-__all__ = ["Codec", "JsonCodec", "RawCodec"]
+__all__ = ["Codec", "JsonCodec", "MsgpackCodec", "RawCodec"]
 
 
 @runtime_checkable
@@ -49,6 +63,28 @@ class JsonCodec:
         if isinstance(value, bytes):
             return value
         return _encode(value)
+
+
+class MsgpackCodec:
+    """MessagePack by msgspec: what `JsonCodec` takes, in fewer bytes; messages say so in their ``content-type``.
+
+    ``bytes`` is the body as it is, both ways. A pydantic model is validated from the decoded mapping.
+    """
+
+    content_type: str | None = "application/msgpack"
+
+    def decoder(self, annotation: Any) -> Callable[[bytes], Any]:
+        if annotation is bytes:
+            return bytes
+        if _is_pydantic(annotation):
+            decode, validate = msgspec.msgpack.Decoder().decode, annotation.model_validate
+            return lambda body: validate(decode(body))
+        return msgspec.msgpack.Decoder(annotation).decode
+
+    def encode(self, value: Any) -> bytes:
+        if isinstance(value, bytes):
+            return value
+        return _encode_msgpack(value)
 
 
 class RawCodec:
@@ -97,7 +133,8 @@ def _not_json(annotation: Any) -> list[Any]:
 def _enc_hook(value: Any) -> Any:
     if _is_pydantic(type(value)):
         return value.model_dump(mode="json")
-    raise TypeError(f"cannot encode {type(value).__name__} as JSON")
+    raise TypeError(f"a {type(value).__name__} has no encoding")
 
 
 _encode = msgspec.json.Encoder(enc_hook=_enc_hook).encode
+_encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_enc_hook).encode

@@ -5,6 +5,7 @@
     ├── BuildError               one mistake that `App.build()` found; they come together in an ExceptionGroup
     ├── NotRunning               the app, or what hangs on it, is used while it does not run
     ├── Unsupported              the broker has no such thing, and says so instead of pretending
+    ├── ReplyTimeout             nobody answered a request in time (also a TimeoutError)
     ├── BrokerError              the connection or what it opened
     │   ├── BrokerUnavailable    transient: the runtime tries again
     │   ├── BrokerRefused        terminal: credentials, a missing table, a version; the app stops
@@ -55,6 +56,7 @@ __all__ = [
     "PartitionRevoked",
     "PublishError",
     "Rejected",
+    "ReplyTimeout",
     "SettleError",
     "StaleDelivery",
     "StreamError",
@@ -98,6 +100,10 @@ class NotRunning(StreamError):
 
 class Unsupported(StreamError):
     """The broker does not have this; nothing was done."""
+
+
+class ReplyTimeout(StreamError, TimeoutError):
+    """A request was not answered within its deadline. It may have been handled; a late answer is counted, not kept."""
 
 
 class BrokerError(StreamError):

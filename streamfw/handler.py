@@ -19,6 +19,7 @@ import msgspec
 from .codec import Codec, JsonCodec
 from .errors import ArgumentError, BuildError, DecodeError
 from .message import Headers, Message
+from .outcome import Outcome
 
 __all__ = [
     "Attempt",
@@ -99,6 +100,7 @@ class Compiled(msgspec.Struct, kw_only=True):
     states: dict[str, Any] = {}
     publishers: dict[str, tuple[str, Any]] = {}
     uses_unit: bool = False
+    returns_value: bool = True
 
     def bind(self, parameter: str, value: object) -> None:
         """Give the value of a parameter that is the same for every message."""
@@ -154,7 +156,7 @@ class _Builder:
     def marked(self, parameter: inspect.Parameter, kind: Any, marker: Any) -> bool:
         name = parameter.name
         if isinstance(marker, type) and issubclass(marker, Header | DeliveryField):
-            self.error(f"parameter {name!r}: {marker.__name__} needs a name, {marker.__name__}(\"..\")")
+            self.error(f'parameter {name!r}: {marker.__name__} needs a name, {marker.__name__}("..")')
         elif isinstance(marker, Header):
             self.header(parameter, kind, marker.name)
         elif marker is State or isinstance(marker, State):
@@ -227,6 +229,7 @@ def compile_call(
         states=build.states,
         publishers=build.publishers,
         uses_unit=build.uses_unit,
+        returns_value=_returns_value(handler),
     )
 
 
@@ -238,6 +241,16 @@ def _unmarked(hint: Any) -> tuple[Any, tuple[Any, ...]]:
         if get_origin(part) is Annotated:
             return get_args(part)[0] | None, get_args(part)[1:]
     return hint, ()
+
+
+def _returns_value(handler: Callable[..., Any]) -> bool:
+    """Whether it may return something besides an outcome, as far as its annotation tells."""
+    try:
+        returns = typing.get_type_hints(handler).get("return", Any)
+    except Exception:  # told with the parameters
+        return True
+    parts = get_args(returns) if get_origin(returns) in (typing.Union, types.UnionType) else (returns,)
+    return not all(part is type(None) or (isinstance(part, type) and issubclass(part, Outcome)) for part in parts)
 
 
 def _parameters(handler: Callable[..., Any], build: _Builder) -> Sequence[tuple[inspect.Parameter, Any]]:

@@ -17,6 +17,7 @@ import msgspec
 
 from ._memory_store import Queue, Store, Stored, as_messages, now
 from .broker import (
+    REPLY_PREFIX,
     Broker,
     Capabilities,
     Connection,
@@ -36,6 +37,7 @@ from .errors import (
     Rejected,
     SettleError,
     TooLarge,
+    Unroutable,
     Unsupported,
 )
 from .message import Message, Outgoing
@@ -70,6 +72,7 @@ class MemoryBroker(Broker):
         dead_letter=True,
         ordered_by=frozenset({"key"}),
         priorities=True,
+        replies=True,
         max_body=16 * 1024 * 1024,
     )
 
@@ -168,8 +171,14 @@ class MemoryConnection(Connection):
             answers.append(error)
         return answers if any(answers) else ()
 
+    async def withdraw(self, name: str, group: str) -> int:
+        self.require_open()
+        return self._store.withdraw(name, group, leave=not name.startswith(REPLY_PREFIX))
+
     def _refuse(self, message: Outgoing) -> PublishError | None:
         """What no waiting would change."""
+        if not message.kept and not self._store.has_groups(message.name):
+            return _refusal(Unroutable, message, "nobody has subscribed to it")
         body: object = message.body
         if not isinstance(body, bytes):
             return _refusal(Rejected, message, f"a body is bytes, not {type(body).__name__}")

@@ -212,6 +212,7 @@ class Outgoing(msgspec.Struct, gc=False, kw_only=True):
     """One message on its way to a broker, encoded.
 
     `delay` is in seconds from the broker's acceptance. `priority`: smaller comes first, where the broker has any.
+    `kept` False: nobody keeps it for groups that are yet to come; where none has subscribed it is `Unroutable`.
     """
 
     name: str
@@ -221,6 +222,7 @@ class Outgoing(msgspec.Struct, gc=False, kw_only=True):
     headers: Headers = NO_HEADERS
     delay: float = 0.0
     priority: int = 0
+    kept: bool = True
 
 
 _hex_buffer: list[str] = []

@@ -77,6 +77,11 @@ def _kinds(d: Declaration) -> Iterator[tuple[str, str]]:
         yield "codec", mistake
     for mistake in middleware_mistakes(d.middleware):
         yield "middleware", mistake
+    patterns: object = d.replies_to
+    if patterns is not None and (
+        not isinstance(patterns, Sequence) or isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns)
+    ):
+        yield "replies_to", f"{patterns!r} is not a list of patterns"
     for mistake in _rule_mistakes(d.on_error):
         yield "on_error", mistake
 

@@ -53,6 +53,7 @@ class Declaration(msgspec.Struct, kw_only=True):
     codec: Codec | None = None
     middleware: Sequence[Middleware] = ()
     publishes: str | None = None
+    replies_to: Sequence[str] | None = None
     transactional: bool = False
     task_per_message: bool = False
     unknown: Mapping[str, object] = {}
@@ -88,6 +89,7 @@ class Options(TypedDict, total=False):
     codec: Codec | None
     middleware: Sequence[Middleware]
     publishes: str | None
+    replies_to: Sequence[str] | None
     transactional: bool
     task_per_message: bool
 
@@ -110,6 +112,8 @@ def subscriber(source: str | object, /, **options: Unpack[Options]) -> Callable[
     - `held`: how many messages may wait behind keys that wait for a retry, before fetching stops.
     - `codec`, `middleware`: this subscriber's own, inside the app's.
     - `publishes`: a name to publish the handler's return value to, before the message is acknowledged.
+    - `replies_to`: the addresses (as patterns) that a return value may be sent to as a reply, since the sender names
+      them (default: the broker's own reply inboxes; an empty list: none).
     - `transactional`: the handler runs inside a transaction that also ends the message.
     - `task_per_message`: each message in a task of its own, for libraries whose scope is the current task (costs about
       five times the rest of the dispatch).

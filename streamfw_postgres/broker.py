@@ -56,6 +56,7 @@ class PostgresBroker(Broker):
         ordered_by=frozenset({"key"}),
         priorities=True,
         transactions=True,
+        replies=True,
         kept=True,
         prefetch=100,
         max_body=_MAX_BODY,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from .schema import DEFAULT_SCHEMA, PLACE, quoted
 
-__all__ = ["BACK", "DEAD", "DONE", "LAST", "RETRY", "Statements"]
+__all__ = ["ABANDONED", "BACK", "DEAD", "DONE", "LAST", "RETRY", "SETTLE_ODD", "Statements"]
 
 # What becomes of a row, in SETTLE_ODD.
 RETRY, BACK, DONE, DEAD = 1, 2, 3, 4
@@ -62,6 +62,14 @@ select array(select priority from low order by priority), array(select id from l
   (select extract(epoch from min(run_at) - now())::float8 from {schema}.message
     where consumer = $1 and run_at > now())"""
 
+# Whether the transaction of a claim's journal `j` has ended without deleting it. What is beyond our snapshot is of
+# another server, whose dump was restored here; asking for its status would be an error.
+ABANDONED = """case when j.xid < pg_snapshot_xmax(pg_current_snapshot())
+  then pg_xact_status(j.xid) is distinct from 'in progress' else true end"""
+# Of a subscription with a journal the tick also tells whether there is something to fold.
+_TICK_JOURNAL = f"""{_TICK},
+  exists (select from {{schema}}.claim_journal j where j.consumer = $1 and {ABANDONED})"""
+
 _FREE = "q.lease_until < now()"
 # $9 (claim) and $2 (tick): the tokens of what this owner has out.
 _FREE_ORDERED = "q.token <> all(${n}::bigint[])"
@@ -77,18 +85,18 @@ _FENCE = " and exists (select from {schema}.consumer o where o.id = ${n} and o.o
 # $1 ids, $2 tokens, $3 what, $4 seconds, $5 headers of the dead letter, $6 its queue. Answers the ids that were ours.
 # Given back, a row that was to be alone did not die of it: only how often it was recovered stays (% 100).
 # A dead letter whose queue is not known (any more) stays what it is, unanswered: it is made known, and asked again.
-_SETTLE_ODD = """
+SETTLE_ODD = """
 with u as materialized (
   select * from unnest($1::bigint[], $2::bigint[], $3::int[], $4::float8[], $5::bytea[])
     u (id, token, what, after, headers)
   where true{fence}),
 back as (
-  update {schema}.message m set token = 0, lease_until = '-infinity', attempt = m.attempt - (u.what = 2)::int,
-    recovered = case when u.what = 2 then m.recovered % 100 else 0 end,
-    run_at = case when u.what = 1 and u.after > 0 then now() + u.after * interval '1 s' end
-  from u where m.id = u.id and m.token = u.token and u.what in (1, 2) returning m.id),
+  update {schema}.message m set token = 0, lease_until = '-infinity', attempt = {attempt},
+    recovered = case when u.what = 2 then {recovered} % 100 else 0 end,
+    run_at = case when u.what = 1 and u.after > 0 then {now} + u.after * interval '1 s' end
+  from u where m.id = u.id and {ours} and u.what in (1, 2) returning m.id),
 gone as (
-  delete from {schema}.message m using u where m.id = u.id and m.token = u.token
+  delete from {schema}.message m using u where m.id = u.id and {ours}
     and (u.what = 3 or u.what = 4 and exists (select from {schema}.consumer c where c.queue = $6))
   returning m.id, u.what, u.headers, m.priority, m.message_id, m.key, m.body),
 dead as (
@@ -96,6 +104,14 @@ dead as (
   select c.id, g.priority, g.message_id, g.key, g.headers, g.body
   from gone g join {schema}.consumer c on c.queue = $6 where g.what = 4 order by g.id, c.id)
 select array(select id from back union all select id from gone)"""
+
+# A lease's claim has counted the attempt, and its token is the proof.
+_LEASED = {
+    "attempt": "m.attempt - (u.what = 2)::int",
+    "recovered": "m.recovered",
+    "now": "now()",
+    "ours": "m.token = u.token",
+}
 
 # $1..$7 columns, one element a message. $8: the distinct queues; answered are those that are not known, whose messages
 # were not stored: nothing is lost to a queue that was forgotten meanwhile.
@@ -148,10 +164,11 @@ class Statements:
         self.claim_ordered = made(_CLAIM, consumer=_OWNED, free=_FREE_ORDERED.replace("{n}", "9"), skip="")
         self.tick = made(_TICK, free=_FREE)
         self.tick_ordered = made(_TICK, free=_FREE_ORDERED.replace("{n}", "2"))
+        self.tick_journal = made(_TICK_JOURNAL, free=_FREE)
         self.ack = made(_ACK, fence="")
         self.ack_ordered = made(_ACK, fence=fence(3))
-        self.settle_odd = made(_SETTLE_ODD, fence="")
-        self.settle_odd_ordered = made(_SETTLE_ODD, fence=fence(7))
+        self.settle_odd = made(SETTLE_ODD, **_LEASED, fence="")
+        self.settle_odd_ordered = made(SETTLE_ODD, **_LEASED, fence=fence(7))
         self.renew = made(_RENEW)
         self.publish = made(_PUBLISH)
         self.publish_one = made(_PUBLISH_ONE)
