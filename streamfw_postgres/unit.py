@@ -14,7 +14,7 @@ from asyncpg.transaction import Transaction
 
 from streamfw.broker import Settlement, UnitOfWork
 from streamfw.errors import LeaseLost
-from streamfw.outcome import ACK, Outcome
+from streamfw.outcome import Ack, Outcome
 
 from .deliveries import PostgresDelivery
 from .errors import DRIVER_ERRORS, translated
@@ -74,7 +74,7 @@ class Unit(UnitOfWork):
     async def finish(self, outcome: Outcome) -> None:
         """Commit, or roll back and settle. Raises `SettleError` when a row was not ours, `BrokerError` when the commit
         failed: a serialization failure, or a connection that broke (then it may have been committed)."""
-        if outcome is not ACK:
+        if not isinstance(outcome, Ack):
             await self._leave()
             errors = await self._source.settle([Settlement(d, outcome) for d in self._deliveries])
             if errors:
