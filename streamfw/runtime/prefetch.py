@@ -6,6 +6,8 @@ Theory of operation
     claims chases itself; measured: 16 times too much): about a tenth of a second of work, at least two messages a
     worker, at most `most` and the byte budget. Sans-I/O: the fetcher reports, and asks.
 
+    A grown buffer is filled by halves, so that one half is fetched while the other is worked on.
+
     What waits for a retry, and what is parked behind it, does not count against the size (one blocked key must not stop
     the others), but it does against the bytes: they are in this process all the same.
 """
@@ -21,7 +23,7 @@ INTERVAL = 0.05  # seconds between two looks: a rate over less is noise
 class Prefetch:
     """The target size. `fixed` (the user's ``prefetch=``) switches the adaption off."""
 
-    __slots__ = ("_before", "_fixed", "_least", "_looked", "_most", "average", "max_bytes", "size")
+    __slots__ = ("_before", "_fixed", "_least", "_looked", "_most", "_start", "average", "max_bytes", "size")
 
     def __init__(self, workers: int, start: int, most: int, max_bytes: int, fixed: int | None, least: int = 0) -> None:
         self._least = max(2 * workers, least)
@@ -30,6 +32,7 @@ class Prefetch:
         self.size = max(fixed if fixed is not None else min(start, self._most), 1 if self._fixed else self._least)
         self.max_bytes = max_bytes
         self.average = 0.0  # bytes of a body, lately
+        self._start = self.size
         self._looked: float | None = None
         self._before = 0
 
@@ -39,9 +42,11 @@ class Prefetch:
         mean = size / count
         self.average = mean if mean > self.average else self.average * 0.9 + mean * 0.1
 
-    def due(self, now: float) -> bool:
-        """Whether it is time for another look."""
-        return not self._fixed and (self._looked is None or now - self._looked >= INTERVAL)
+    def due(self, taken: int, now: float) -> bool:
+        """Whether it is time for another look: a while has passed, or all there is room for was taken meanwhile."""
+        if self._fixed:
+            return False
+        return self._looked is None or now - self._looked >= INTERVAL or taken - self._before >= self.size
 
     def adapt(self, taken: int, now: float, dry: bool) -> None:
         """`taken` is how many messages workers have begun in all; `dry`: they had nothing to do before this fetch. Only
@@ -50,7 +55,7 @@ class Prefetch:
         self._before, self._looked = taken, now
         if looked is None:
             return
-        wanted = int((taken - before) / (now - looked) * HORIZON)
+        wanted = int((taken - before) / max(now - looked, 1e-6) * HORIZON)
         if dry:  # the rate was bounded by us, not by the workers
             wanted = max(wanted, self.size)
         # At most half or double in one look: a pause of the process must not empty the buffer.
@@ -63,6 +68,11 @@ class Prefetch:
         if not self.average:
             return self.size
         return max(1, min(self.size, int(self.max_bytes / self.average)))
+
+    @property
+    def at_once(self) -> int:
+        """How many messages to fetch at most in one step: the size it started with, or half of what it has grown to."""
+        return self.size if self._fixed else max(self._start, self.size // 2)
 
     def room(self, active: int, held: int) -> int:
         """How many messages may be fetched now, with `active` of them at hand and `held` behind retries."""
