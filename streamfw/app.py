@@ -378,6 +378,11 @@ class App:
         return AppHealth(self._started and all(one.ok for one in subscribers.values()), subscribers)
 
     @property
+    def inboxes(self) -> Sequence[Inbox]:
+        """The open reply inboxes, for what watches them."""
+        return list(self._inboxes.values())
+
+    @property
     def pumps(self) -> Sequence[Pump]:
         """The running pumps, for what watches them."""
         return self._pumps
