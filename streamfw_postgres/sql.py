@@ -113,13 +113,13 @@ _LEASED = {
     "ours": "m.token = u.token",
 }
 
-# $1..$7 columns, one element a message. $8: the distinct queues; answered are those that are not known, whose messages
-# were not stored: nothing is lost to a queue that was forgotten meanwhile.
+# $1..$7 columns, one element a message; null for a column without any value. $8: the distinct queues; answered are
+# those that are not known, whose messages were not stored: nothing is lost to a queue that was forgotten meanwhile.
 _PUBLISH = """
 with stored as (
   insert into {schema}.message (consumer, run_at, priority, message_id, key, headers, body)
-  select c.id, case when u.delay > 0 then now() + u.delay * interval '1 s' end, u.priority, u.message_id, u.key,
-    u.headers, u.body
+  select c.id, case when u.delay > 0 then now() + u.delay * interval '1 s' end, coalesce(u.priority, 0),
+    u.message_id, u.key, u.headers, u.body
   from unnest($1::text[], $2::text[], $3::text[], $4::bytea[], $5::bytea[], $6::int[], $7::float8[])
     with ordinality u (queue, message_id, key, headers, body, priority, delay, n)
   join {schema}.consumer c on c.queue = u.queue order by u.n)
@@ -133,7 +133,7 @@ _PUBLISH_UNKEPT = _PUBLISH.replace("on c.queue = u.queue order", "on c.queue = u
 # The same for one queue and no delay, which is most of what is published: $1 queue, $2..$6 columns.
 _PUBLISH_ONE = """
 insert into {schema}.message (consumer, priority, message_id, key, headers, body)
-select c.id, u.priority, u.message_id, u.key, u.headers, u.body
+select c.id, coalesce(u.priority, 0), u.message_id, u.key, u.headers, u.body
 from unnest($2::text[], $3::text[], $4::bytea[], $5::bytea[], $6::int[])
   with ordinality u (message_id, key, headers, body, priority, n)
 cross join {schema}.consumer c where c.queue = $1 order by u.n"""

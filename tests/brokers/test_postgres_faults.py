@@ -15,6 +15,7 @@ from streamfw.broker import Subscription
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable, OutcomeUnknown, Unavailable
 from streamfw.outcome import ACK
 from streamfw_postgres import PostgresBroker
+from streamfw_postgres.migrations import MIGRATIONS
 from tests.helpers import eventually
 from tests.services.postgres import OwnPostgres, Postgres
 from tests.services.proxy import Proxy
@@ -262,7 +263,7 @@ async def test_an_odd_schema_name_works(database: Postgres) -> None:
         source = await on.open("q", dead_letter="d")
         await on.publish("q", b"1")
         assert await settle(source, *[(d, ACK) for d in await fetch(source)]) == ()
-        assert (await on.connection.status()).table.version == 1
+        assert (await on.connection.status()).table.version == MIGRATIONS[-1].version
 
 
 async def test_a_statement_timeout_of_the_server_does_not_hurt(database: Postgres) -> None:

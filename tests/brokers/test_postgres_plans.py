@@ -78,8 +78,8 @@ CLAIM = ("int, int, bigint, float8, int, bigint[], bigint[], bigint[]", f"1, 200
 STATEMENTS = {
     "claim": (*CLAIM, 2000),
     "claim_ordered": (f"{CLAIM[0]}, bigint[], bigint", f"{CLAIM[1]}, array[1, 2], 9", 2500),
-    "tick": ("int", "1", 200),
-    "tick_ordered": ("int, bigint[]", "1, array[1, 2]", 200),
+    "tick": ("int", "1", 1000),
+    "tick_ordered": ("int, bigint[]", "1, array[1, 2]", 1000),
     "ack": ("bigint[], bigint[]", f"{SOME}, array[0]", 1000),
     "ack_ordered": ("bigint[], bigint[], int, bigint", f"{SOME}, array[0], 1, 9", 1000),
     "settle_odd": (
