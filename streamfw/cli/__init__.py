@@ -1,6 +1,6 @@
 """The command line, ``streamfw``; it needs the extra ``cli`` (typer and rich).
 
-    streamfw run MODULE:APP          run an app, in one process or several
+    streamfw run MODULE:APP          run an app, in one process or several, or with --reload
     streamfw check MODULE:APP        build it; say what it subscribes to, and what is guaranteed
     streamfw publish NAME BODY       publish a message
     streamfw dlq list|show|requeue|purge NAME
@@ -11,6 +11,7 @@ Nothing else in streamfw imports this package, and it imports typer and rich onl
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -33,5 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             f"streamfw: the command line needs {package}; install it with: pip install 'streamfw[cli]'", file=sys.stderr
         )
         sys.exit(1)
+    from .completion import join_colons
+
+    join_colons(os.environ)
     program(None if arguments is None else list(arguments), prog_name="streamfw")
     sys.exit(0)

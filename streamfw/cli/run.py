@@ -1,25 +1,31 @@
-"""``streamfw run``: an app in this process, or in several under a supervisor."""
+"""``streamfw run``: an app in this process, or in processes under a parent."""
 
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from streamfw.app import App
+from streamfw.config import CONFIG
 from streamfw.memory import MemoryBroker
 from streamfw.runtime.main import run as run_app
 
 from .app_loading import load_app
+from .completion import complete_app
 from .lifeline import Lifeline
-from .output import BrokerUrl, reporting
-from .supervise import supervise
+from .output import BrokerUrl, CommandError, reporting
+from .supervise import reload as reload_processes
+from .supervise import supervise as supervise_processes
 
 __all__ = ["AppName", "run"]
 
-AppName = Annotated[str, typer.Argument(metavar="MODULE:APP", help="The app, as in shop:app.")]
+AppName = Annotated[
+    str, typer.Argument(metavar="MODULE:APP", help="The app, as in shop:app.", autocompletion=complete_app)
+]
 
 logger = logging.getLogger("streamfw")
 
@@ -28,6 +34,18 @@ logger = logging.getLogger("streamfw")
 def run(
     app: AppName,
     workers: Annotated[int, typer.Option(min=1, help="How many processes.")] = 1,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Have a parent process for a single worker, too; see below.")
+    ] = False,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="Start anew after each change of the source (for development).")
+    ] = False,
+    reload_dir: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True, file_okay=False, metavar="DIRECTORY", help="What --reload watches (default: where it runs)."
+        ),
+    ] = None,
     broker: BrokerUrl = None,
     wait: Annotated[
         float | None,
@@ -38,17 +56,32 @@ def run(
 ) -> None:
     """Run an app until SIGINT or SIGTERM, then drain. A second signal ends at once (exit code 130).
 
-    With --workers, a crashed process is started again; one that cannot start ends them all with exit code 1.
+    With --workers, or --supervise, a parent starts a crashed process again, and SIGHUP replaces them one by one; an app
+    that cannot start ends it with exit code 1. Without a parent, SIGHUP drains.
+
+    With --reload, running handlers finish before the new code starts; what cannot start waits for the next change.
     """
-    if workers > 1 and lifeline is None:
-        raise typer.Exit(supervise(_arguments(app, broker, wait, config), workers))
-    line = None if lifeline is None else Lifeline(lifeline)
-    loaded = load_app(app, config)
-    if broker is not None:
-        loaded.use(broker)
-    if line is not None:
+    if lifeline is not None:
+        line = Lifeline(lifeline)
+        loaded = _loaded(app, config, broker)
         _as_worker(loaded, line)
-    raise typer.Exit(run_app(loaded, wait, line))
+        raise typer.Exit(run_app(loaded, wait, line))
+    if reload_dir and not reload:
+        raise CommandError("--reload-dir says what --reload watches; give that, too")
+    if reload:
+        named = config or Path(os.environ.get(CONFIG) or "streamfw.toml")
+        arguments = _arguments(app, broker, wait, config)
+        raise typer.Exit(reload_processes(arguments, workers, reload_dir or [Path()], named))
+    if supervise or workers > 1:
+        raise typer.Exit(supervise_processes(_arguments(app, broker, wait, config), workers))
+    raise typer.Exit(run_app(_loaded(app, config, broker), wait))
+
+
+def _loaded(target: str, config: Path | None, broker: str | None) -> App:
+    app = load_app(target, config)
+    if broker is not None:
+        app.use(broker)
+    return app
 
 
 def _arguments(app: str, broker: str | None, wait: float | None, config: Path | None) -> list[str]:
@@ -62,5 +95,7 @@ def _as_worker(app: App, line: Lifeline) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [%(process)d] %(name)s %(message)s")
     for broker in app.build().brokers.values():
         if isinstance(broker, MemoryBroker):
-            logger.warning("%s: each worker process has messages of its own there", broker.describe())
+            logger.warning(
+                "%s: each worker process has messages of its own there, which end with it", broker.describe()
+            )
     line.drain_timeout = app.settings.drain_timeout

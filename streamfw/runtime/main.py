@@ -1,4 +1,11 @@
-"""An app as a process: signals, exit codes, and the loop it runs on."""
+"""An app as a process: signals, exit codes, and the loop it runs on.
+
+    SIGTERM, SIGINT    drain; a second one ends at once, with exit code 130
+    SIGHUP             drain; however often it comes (a terminal that closes may send it twice)
+
+A SIGHUP that is ignored when the app starts (nohup) stays ignored. An app that is supervised drains when its
+supervisor asks for it or ends, and at SIGTERM or SIGINT, however often; SIGHUP is its supervisor's business.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +42,8 @@ class Tie(Protocol):
 
 
 def run(app: App, wait: float | None = None, tie: Tie | None = None) -> int:
-    """Run `app` until a signal; return the exit code: 0 after a drain, 1 after a failure. A second signal ends the
-    process at once, with 130 (not with a `tie`)."""
+    """Run `app` until a signal; return the exit code: 0 after a drain, 1 after a failure. A second SIGTERM or SIGINT
+    ends the process at once, with 130 (not with a `tie`)."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
@@ -81,8 +88,16 @@ async def _main(app: App, tie: Tie | None) -> int:
         if not started:  # still waiting for a server: nothing to drain
             main.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    def hang_up() -> None:
+        if not stopped.is_set():
+            stop("SIGHUP")
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    for number in numbers:
         loop.add_signal_handler(number, stop, signal.Signals(number).name)
+    if tie is None and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+        numbers.append(signal.SIGHUP)
     if tie is not None:
         tie.attach(loop, stop)
     try:
@@ -107,7 +122,7 @@ async def _main(app: App, tie: Tie | None) -> int:
     finally:
         if tie is not None:
             tie.ended()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
     logger.info("drained")
     return 0

@@ -6,159 +6,21 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from streamfw.cli import supervise
+from streamfw.cli import fleet, worker
 from streamfw.outcome import Backoff
-from tests.helpers import eventually_blocking
-
-# Writes `ran-PID` when it runs and `ended-PID` when its lifespan ends, which is after the drain.
-SERVICE = """
-import asyncio, os, time
-from pathlib import Path
-import streamfw.cli.lifeline
-from streamfw import App, BrokerRefused, BrokerUnavailable, subscriber
-from streamfw.memory import MemoryBroker
-
-def note(what):
-    Path(f"{what}-{os.getpid()}").touch()
-
-@subscriber("work")
-async def work(body: str):
-    note("began")
-    if body == "until the drain":
-        while not Path("go-on").exists():
-            await asyncio.sleep(0.01)
-    elif body == "for ever":
-        await asyncio.Event().wait()
-    elif body == "block":
-        time.sleep(600)
-    note("done")
-
-async def lifespan(app):
-    note("ran")
-    if "BODY" in os.environ:
-        await app.publish("work", os.environ["BODY"])
-    yield None
-    note("ended")
-
-app = App(work, lifespan=lifespan, drain_timeout=float(os.environ.get("DRAIN", "30")))
-streamfw.cli.lifeline.GRACE = 1.0
-
-async def only_first(app):
-    note("ran")
-    if len(list(Path().glob("ran-*"))) > 1:
-        raise RuntimeError("there is room for one")
-    yield None
-    note("ended")
-
-narrow = App(work, lifespan=only_first)
-
-wrong = App(work)
-@wrong.subscriber("a", workers=0)
-async def first(body: int): ...
-@wrong.subscriber("b", attempts=0)
-async def second(body: int): ...
-
-class Refusing(MemoryBroker):
-    def connect(self):
-        note("tried")
-        raise BrokerRefused("the password is wrong")
-
-class Away(MemoryBroker):
-    def connect(self):
-        note("tried")
-        raise BrokerUnavailable("nobody answers")
-
-refused = App(work, brokers={"default": Refusing()})
-away = App(work, brokers={"default": Away()})
-"""
-
-SLOW = "import pathlib, time; pathlib.Path('began-0').touch(); time.sleep(600)"
-
-Start = Callable[..., "Running"]
-
-
-class Running:
-    """One ``streamfw run`` in a directory of its own."""
-
-    def __init__(self, directory: Path, arguments: Sequence[str], **environ: str) -> None:
-        self.directory = directory
-        self.log = directory / "log"
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("STREAMFW_")}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "streamfw.cli", "run", *arguments],
-                cwd=directory,
-                env={**clean, **environ},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        self.seen: set[psutil.Process] = set()
-
-    def noted(self, what: str) -> set[int]:
-        """The processes that noted `what`."""
-        return {int(path.name.rpartition("-")[2]) for path in self.directory.glob(f"{what}-*")}
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        try:
-            eventually_blocking(condition, 20.0, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\nIt said:\n{self.log.read_text()}") from None
-
-    def until_noted(self, what: str, count: int = 1) -> set[int]:
-        self.until(lambda: len(self.noted(what)) >= count, f"{count} processes noted {what!r}")
-        return self.noted(what)
-
-    def until_said(self, text: str) -> None:
-        self.until(lambda: text in self.log.read_text(), f"said {text!r}")
-
-    def until_runs(self, workers: int) -> set[int]:
-        """Until so many workers run; their process ids."""
-        self.until(lambda: self.log.read_text().count("runs with") >= workers, f"{workers} workers run")
-        return {child.pid for child in self.children()}
-
-    def children(self) -> list[psutil.Process]:
-        children: list[psutil.Process] = psutil.Process(self.process.pid).children()
-        self.seen.update(children)
-        return children
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.code()
-
-    def code(self) -> int:
-        return self.process.wait(timeout=20)
-
-    def nobody_left(self) -> bool:
-        return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self.seen)
+from tests.unit.cli_rig import SERVICE, SLOW, Start, starting
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    (tmp_path / "service.py").write_text(SERVICE)
-    started: list[Running] = []
-
-    def begin(*arguments: str, **environ: str) -> Running:
-        started.append(Running(tmp_path, arguments, **environ))
-        return started[-1]
-
-    yield begin
-    for running in started:
-        if running.process.poll() is None:
-            running.children()
-            running.process.kill()
-            running.process.wait()
-        for child in running.seen:
-            if child.is_running():
-                child.kill()
+    with starting(tmp_path) as start:
+        yield start
 
 
 # -- one process
@@ -185,24 +47,48 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert not running.noted("ended")
 
 
+def test_a_hangup_drains_however_often_it_comes(start: Start) -> None:
+    running = start("service:app", BODY="until the drain")
+    running.until_noted("began")
+    running.process.send_signal(signal.SIGHUP)
+    running.until_said("SIGHUP: draining")
+    running.process.send_signal(signal.SIGHUP)
+    (running.directory / "go-on").touch()
+    assert running.code() == 0
+    assert running.noted("done") == running.noted("ended") == {running.process.pid}
+
+
+@pytest.mark.parametrize("options", [(), ("--supervise",)])
+def test_a_hangup_that_is_ignored_stays_ignored(start: Start, options: tuple[str, ...]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    try:
+        running = start("service:app", *options)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    running.until_said("runs with")
+    running.process.send_signal(signal.SIGHUP)
+    assert running.end() == 0
+    assert "SIGHUP" not in running.said
+
+
 def test_every_mistake_is_said(start: Start) -> None:
     running = start("service:wrong")
     assert running.code() == 1
-    assert "1. first('a'): workers: 0 is below 1" in running.log.read_text()
-    assert "2. second('b'): attempts: 0 is below 1" in running.log.read_text()
-    assert "Traceback" not in running.log.read_text()
+    assert "1. first('a'): workers: 0 is below 1" in running.said
+    assert "2. second('b'): attempts: 0 is below 1" in running.said
+    assert "Traceback" not in running.said
 
 
 def test_waiting_for_a_server_is_bounded(start: Start) -> None:
     running = start("service:away", "--wait", "0.3")
     assert running.code() == 1
-    assert "nobody answers; trying again" in running.log.read_text()
+    assert "nobody answers; trying again" in running.said
 
 
 def test_the_configuration_file_wins_over_the_apps_own(start: Start) -> None:
     running = start("service:app", "--config", "other.toml")
     assert running.code() == 1
-    assert "other.toml: there is no such configuration file" in running.log.read_text()
+    assert "other.toml: there is no such configuration file" in running.said
     (running.directory / "other.toml").write_text("name = 'elsewhere'")
     running = start("service:app", "--config", "other.toml")
     running.until_said("elsewhere runs with 1 subscribers")
@@ -212,8 +98,8 @@ def test_the_configuration_file_wins_over_the_apps_own(start: Start) -> None:
 def test_the_brokers_url_is_checked_with_everything_else(start: Start) -> None:
     running = start("service:wrong", "--broker", "nowhere://user:secret@host/")
     assert running.code() == 1
-    assert "'nowhere://user@host/' has no known scheme" in running.log.read_text()
-    assert "secret" not in running.log.read_text()
+    assert "'nowhere://user@host/' has no known scheme" in running.said
+    assert "secret" not in running.said
 
 
 # -- several
@@ -225,7 +111,7 @@ def test_several_workers_drain(start: Start) -> None:
     assert len(workers) == 2
     running.until_noted("began", 2)
     running.process.send_signal(signal.SIGTERM)
-    running.until(lambda: running.log.read_text().count(": draining\n") == 2, "both workers drain")
+    running.until(lambda: running.said.count(": draining\n") == 2, "both workers drain")
     (running.directory / "go-on").touch()
     assert running.code() == 0
     assert running.noted("done") == running.noted("ended") == workers
@@ -238,7 +124,7 @@ def test_a_signal_to_every_process_drains_too(start: Start) -> None:
     running.until_noted("began", 2)
     for pid in (running.process.pid, *workers, *workers):
         os.kill(pid, signal.SIGTERM)
-    running.until(lambda: running.log.read_text().count(": draining\n") == 2, "both workers drain")
+    running.until(lambda: running.said.count(": draining\n") == 2, "both workers drain")
     (running.directory / "go-on").touch()
     assert running.code() == 0
     assert running.noted("ended") == workers
@@ -290,7 +176,7 @@ def test_a_worker_that_blocks_does_not_outlive_its_parent(start: Start) -> None:
     running.children()
     assert running.end(signal.SIGKILL) == -signal.SIGKILL
     running.until(running.nobody_left, "no worker is left")
-    assert "a handler blocks" in running.log.read_text()
+    assert "a handler blocks" in running.said
 
 
 def test_a_worker_that_still_imports_does_not_outlive_its_parent(start: Start, tmp_path: Path) -> None:
@@ -318,14 +204,14 @@ def test_a_signal_while_a_worker_still_imports(start: Start, tmp_path: Path) -> 
 def test_what_cannot_start_is_said_once(start: Start, app: str, said: str) -> None:
     running = start(f"service:{app}", "--workers", "3")
     assert running.code() == 1
-    assert running.log.read_text().count(said) == 1
-    assert "ended with exit code 1 before it ran: ending the others" in running.log.read_text()
+    assert running.said.count(said) == 1
+    assert "ended with exit code 1 before it ran: ending the others" in running.said
 
 
 def test_one_that_cannot_start_ends_the_others(start: Start) -> None:
     running = start("service:narrow", "--workers", "2")
     assert running.code() == 1
-    assert re.search(r"worker 2 \(process \d+\) ended with exit code 1 before it ran", running.log.read_text())
+    assert re.search(r"worker 2 \(process \d+\) ended with exit code 1 before it ran", running.said)
     assert len(running.noted("ran")) == 2
     assert len(running.noted("ended")) == 1
 
@@ -338,13 +224,54 @@ def test_a_signal_while_the_workers_wait_for_a_server(start: Start) -> None:
     running.until(running.nobody_left, "no worker is left")
 
 
+def test_one_that_comes_back_broken_does_not_end_the_others(start: Start) -> None:
+    """A deployment is half done, and a worker crashes meanwhile."""
+    running = start("service:app", "--workers", "2")
+    workers = running.until_runs(2)
+    running.write("1 / 0")
+    victim = min(workers)
+    os.kill(victim, signal.SIGKILL)
+    running.until_said("ended with exit code 1; starting another")
+    assert max(workers) in {child.pid for child in running.children()}
+    running.write(SERVICE)
+    running.until_runs(3)
+    assert running.end() == 0
+
+
+def test_one_that_comes_back_broken_ends_the_service_when_it_was_the_last(start: Start) -> None:
+    running = start("service:app", "--supervise")
+    (worker,) = running.until_runs(1)
+    running.write("1 / 0")
+    os.kill(worker, signal.SIGKILL)
+    assert running.code() == 1
+    assert "ended with exit code 1 before it ran: ending the others" in running.said
+
+
+# A worker that never ends by itself once it is to drain: it says that a drain takes it a tenth of a second.
+_DEAF = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[-1])); s.send(b'r0.1'); time.sleep(600)"
+
+
+async def test_a_worker_that_does_not_drain_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "_BEYOND", 0.2)
+    deaf = await worker.Worker.start([sys.executable, "-c", _DEAF])
+    try:
+        assert await deaf.running()
+        deaf.drain()
+        assert await deaf.ended == -signal.SIGKILL
+    finally:
+        deaf.kill()
+    assert f"process {deaf.pid} has not drained in 0 s: killing it" in caplog.text
+
+
 def test_no_process_can_be_started(caplog: pytest.LogCaptureFixture) -> None:
-    assert asyncio.run(supervise.Supervisor(["/nothing/like/it"], 2).run()) == 1
+    assert asyncio.run(fleet.Fleet(["/nothing/like/it"], 2).run()) == 1
     assert "worker 1 cannot be started: " in caplog.text
 
 
 def test_the_pause_grows() -> None:
-    pauses = [supervise._PAUSE.pause(crashes) for crashes in range(1, 12)]
+    pauses = [fleet._PAUSE.pause(crashes) for crashes in range(1, 12)]
     bounds = [Backoff(first=0.5, factor=2.0, max=30.0, jitter=False).pause(crashes) for crashes in range(1, 12)]
     assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))
     assert bounds[0] == 0.5
