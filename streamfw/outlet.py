@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
 
-from .broker import Capabilities, Connection
+from .broker import REPLY_PREFIX, Capabilities, Connection
 from .codec import Codec
+from .config import near
 from .errors import DecodeError, Rejected
 from .message import CONTENT_TYPE, CORRELATION_ID, NO_HEADERS, REPLY_TO, Headers, HeaderValues, Outgoing, new_message_id
 from .middleware import compose
@@ -55,9 +56,8 @@ def outgoing(codec: Codec, name: str, payload: object, **options: Unpack[Publish
     identity = options.get("message_id") or new_message_id()
     if not name or not isinstance(name, str):
         raise ValueError(f"the name to publish to is text and not empty, not {name!r}")
-    delay: object = options.get("delay", 0.0)
-    if not isinstance(delay, int | float) or not 0 <= delay < 10**9:
-        raise ValueError(f"delay={delay!r}: seconds from now, zero or more")
+    if options:
+        _check(options)
     try:
         body = codec.encode(payload)
     except Exception as error:  # whatever a codec of somebody's own raises
@@ -77,9 +77,30 @@ def outgoing(codec: Codec, name: str, payload: object, **options: Unpack[Publish
         message_id=identity,
         key=options.get("key"),
         headers=headers,
-        delay=float(delay),
+        delay=options.get("delay", 0.0),
         priority=options.get("priority", 0),
     )
+
+
+def _check(options: PublishOptions) -> None:
+    """One pass, and `type(..) is` first: it is no call, and nearly always enough."""
+    option: str
+    value: object
+    for option, value in options.items():
+        if option in ("key", "message_id"):
+            if value is not None and type(value) is not str and not isinstance(value, str):
+                raise ValueError(f"{option}={value!r}: text, or None")
+        elif option == "delay":
+            if (type(value) is not float and not isinstance(value, int | float)) or not 0 <= value < 10**9:
+                raise ValueError(f"delay={value!r}: seconds from now, zero or more")
+        elif option == "priority":
+            if type(value) is not int and not isinstance(value, int):
+                raise ValueError(f"priority={value!r}: a whole number")
+        elif option not in _KNOWN:
+            raise TypeError(f"a publish has no option {option!r}{near(option, sorted(_KNOWN))}")
+
+
+_KNOWN = frozenset(PublishOptions.__annotations__)
 
 
 async def send(connection: Connection, message: Outgoing) -> None:
@@ -140,7 +161,7 @@ class Outlet:
         return value
 
     async def reply(self, address: str, value: object, headers: Headers) -> None:
-        """Send a reply; nobody keeps it where nobody waits."""
+        """Send a reply; an inbox that is gone keeps nothing."""
         message = outgoing(self.codec, address, value, headers=headers)
-        message.kept = False
+        message.kept = not address.startswith(REPLY_PREFIX)
         await self.send(message)

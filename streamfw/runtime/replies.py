@@ -148,17 +148,17 @@ def replying(call: Call, reply: Callable[[str, object, Headers], Any], patterns:
         headers = message.headers
         address = headers.get(REPLY_TO)
         if address is None:
-            return None
+            return result
         if not allowed(address, patterns):
             answers.refused += 1
             if answers.refused == 1:
                 logger.warning("%s: no reply to %r, which replies_to= %r does not allow", where, address, patterns)
-            return None
+            return result
         correlation = headers.get(CORRELATION_ID)
         try:
             await reply(address, result, Headers({} if correlation is None else {CORRELATION_ID: correlation}))
         except Unroutable:
             answers.unclaimed += 1  # whoever asked is gone
-        return None
+        return result
 
     return call_and_reply
