@@ -6,10 +6,29 @@ import asyncio
 from collections.abc import Sequence
 
 from streamfw import App
-from streamfw.broker import Settlement
+from streamfw.broker import Delivery, Settlement, Source
 from streamfw.errors import SettleError
 
-__all__ = ["all_settled"]
+__all__ = ["Gate", "all_settled"]
+
+
+class Gate:
+    """Holds back what a source fetches, but for the first `passes` fetches, until it is opened. For an app whose pump
+    has not run yet."""
+
+    def __init__(self, source: Source, passes: int = 0) -> None:
+        self._fetch, self._passes, self._opened = source.fetch, passes, asyncio.Event()
+        source.fetch = self._through  # type: ignore[method-assign]
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def _through(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
+        if self._passes:
+            self._passes -= 1
+        else:
+            await self._opened.wait()
+        return await self._fetch(limit, max_bytes)
 
 
 async def all_settled(app: App, count: int) -> None:

@@ -12,6 +12,7 @@ import sys
 from streamfw import App, subscriber
 from streamfw_postgres import PostgresBroker
 
+from .apps import Gate
 from .loops import run
 from .queue import GROUP, NAME, Job
 
@@ -24,17 +25,10 @@ async def drain(dsn: str, workers: int) -> None:
 
     app = App(subscriber(NAME, group=GROUP, workers=workers)(note), brokers={"default": PostgresBroker(dsn)})
     async with app.running():
-        source = app.pumps[0].source
-        fetch, begun = source.fetch, asyncio.Event()
-
-        async def fetch_when_told(limit: int, max_bytes: int):  # type: ignore[no-untyped-def]
-            await begun.wait()
-            return await fetch(limit, max_bytes)
-
-        source.fetch = fetch_when_told  # type: ignore[method-assign]
+        gate = Gate(app.pumps[0].source)
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        begun.set()
+        gate.open()
         await asyncio.to_thread(sys.stdin.read)
     print(*handled)
 

@@ -73,7 +73,7 @@ class Queue:
         """Exactly `rows` messages, in a fresh table without dead rows."""
         self.consumer = await self._sql.fetchval(SQL.register_group, NAME, GROUP)
         await self._sql.execute("checkpoint")
-        await self._sql.execute("truncate streamfw.message restart identity")
+        await self._sql.execute("truncate streamfw.message")
         await self._sql.execute(
             "insert into streamfw.message (consumer, message_id, body) "
             f"select $1, gen_random_uuid()::text, {BODY} from generate_series(1, $2::int) g",
@@ -126,26 +126,23 @@ async def drain_by_hand(
     `hint`: start each claim behind the last one, which most would not think of; without it a claim walks over the
     dead entries of all before it.
     """
-    claim, ack = await connection.prepare(SQL.claim), await connection.prepare(SQL.ack)
     decode = msgspec.json.Decoder(Job).decode
     done = low = 0
     while done < rows:
         token = secrets.randbits(62) | 1
-        got = await claim.fetch(queue.consumer, batch, token, LEASE, MAX_BODY, [-LAST], [0], [LAST]) if not hint else (
-            await claim.fetch(queue.consumer, batch, token, LEASE, MAX_BODY, [0], [low], [LAST])
-        )  # fmt: skip
+        ranges = ([0], [low], [LAST]) if hint else ([-LAST], [0], [LAST])
+        got = await connection.fetch(SQL.claim, queue.consumer, batch, token, LEASE, MAX_BODY, *ranges)
         ids = []
         for row in got:
             await handler(decode(row[8]))
             ids.append(row[0])
-        await ack.fetch(ids, [token])
+        await connection.fetch(SQL.ack, ids, [token])
         low = max(ids)
         done += len(ids)
 
 
 async def publish_by_hand(connection: asyncpg.Connection, messages: list[Outgoing], batch: int) -> None:
     """One connection: a statement for each `batch` messages."""
-    insert = await connection.prepare(SQL.publish_one)
     for start in range(0, len(messages), batch):
         group = messages[start : start + batch]
         columns: tuple[list[Any], ...] = (
@@ -155,4 +152,4 @@ async def publish_by_hand(connection: asyncpg.Connection, messages: list[Outgoin
             [m.body for m in group],
             [m.priority for m in group],
         )
-        await insert.fetch(NAME, *columns)
+        await connection.fetch(SQL.publish_one, NAME, *columns)

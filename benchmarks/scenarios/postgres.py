@@ -11,7 +11,7 @@ from typing import Any
 
 import asyncpg
 
-from benchmarks.apps import all_settled
+from benchmarks.apps import Gate, all_settled
 from benchmarks.harness import Case, Goal, Sample, Scenario, Window
 from benchmarks.jobs import BODY, fresh
 from benchmarks.loops import run
@@ -20,10 +20,12 @@ from streamfw import App, subscriber
 from streamfw.message import Outgoing, new_message_id
 from streamfw_postgres import PostgresBroker
 from streamfw_postgres.connection import PostgresConnection
+from streamfw_postgres.lease import LeaseSource
 
 __all__ = ["scenario"]
 
 ROWS, QUERIES, PUBLISHED = 50_000, 8_000, 20_000
+WARM = 100  # messages before the window opens: statements are prepared, pages and plans are cached; one fetch
 HAND, HAND_500, HAND_HINT = "by hand, claims of 200", "by hand, claims of 500", "by hand, claims of 200, with a hint"
 QUERY_HAND = "by hand, claims of 200, a query each"
 UNNEST = "by hand, publish by 100"
@@ -104,6 +106,8 @@ class _Bench:
                 queue.connection() as connection,
                 _handler(queue, query, 1) as h,
             ):
+                await queue.load(WARM)
+                await drain_by_hand(connection, queue, WARM, h, batch, hint)
                 await queue.load(rows)
                 with Window(self.pid) as window:
                     await drain_by_hand(connection, queue, rows, h, batch, hint)
@@ -119,14 +123,21 @@ class _Bench:
             async with AsyncExitStack() as stack:
                 queue = await stack.enter_async_context(Queue.opened(self.dsn))
                 handler = await stack.enter_async_context(_handler(queue, query, options["workers"]))
-                await queue.load(rows)
-                if held:
-                    await stack.enter_async_context(queue.transaction_held_open())
+                await queue.load(WARM)
                 marked = subscriber(NAME, group=GROUP, **options)(fresh(handler))
                 app = App(marked, brokers={"default": PostgresBroker(self.dsn)})
                 async with app.running():
+                    source = app.pumps[0].source
+                    assert isinstance(source, LeaseSource)
+                    gate = Gate(source, passes=1)
+                    await all_settled(app, WARM)
+                    await queue.load(rows)
+                    if held:
+                        await stack.enter_async_context(queue.transaction_held_open())
                     before = _sent(app)
-                    with Window(self.pid) as window:  # the pump's tasks have not run yet
+                    with Window(self.pid) as window:
+                        gate.open()
+                        source.wake()
                         await all_settled(app, rows)
                     sent = _sent(app) - before
                 await _all_gone(queue)
@@ -164,9 +175,10 @@ class _Bench:
         async with Queue.opened(self.dsn) as queue, queue.connection() as connection:
             await queue.load(0)
             messages = [Outgoing(name=NAME, body=BODY, message_id=new_message_id()) for _ in range(count)]
+            await publish_by_hand(connection, messages[:WARM], 100)
             with Window(self.pid) as window:
                 await publish_by_hand(connection, messages, 100)
-            await _all_there(queue, count)
+            await _all_there(queue, count + WARM)
         return window.sample(count, **{"statements by 100": 1.0})
 
     async def _publish(self, count: int) -> Sample:
@@ -179,11 +191,12 @@ class _Bench:
                     for _ in range(times):
                         await app.publish(NAME, BODY)
 
+                await asyncio.gather(*(publish(1) for _ in range(WARM)))
                 before = _sent(app)
                 with Window(self.pid) as window:
                     await asyncio.gather(*(publish(count // 100) for _ in range(100)))
                 sent = _sent(app) - before
-            await _all_there(queue, count)
+            await _all_there(queue, count + WARM)
         return window.sample(count, **{"statements by 100": sent * 100 / count})
 
 
