@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, get_args, get_origin
 
@@ -29,33 +29,33 @@ SET = ("_brokers", "_built", "_lifespan", "_settings", "_on_connect")
 @contextmanager
 def lent(
     app: App,
-    brokers: Mapping[str, Broker] | None,
+    brokers: Callable[[Iterable[str]], Mapping[str, Broker]] | None,
     state: StateGiven | None,
     on_connect: Callable[[str, Connection], None],
     *,
     drain_timeout: float,
     wait: float,
 ) -> Generator[None, None, None]:
-    """Within the context `app` has these brokers (None: its own) and this state instead of a lifespan's; it is to be
-    built anew. `drain_timeout` and `wait` are at most so many seconds."""
+    """Within the context `app` has the brokers that `brokers` makes of the names of its own (None: its own) and this
+    state instead of a lifespan's; it is to be built anew. `drain_timeout` and `wait` are at most so many seconds."""
     if getattr(app, "_running") or getattr(app, "_on_connect") is not None:  # noqa: B009
         raise NotRunning("the app runs already, or is in a TestApp: a TestApp needs it for itself")
     saved = {name: getattr(app, name) for name in SET}
     publishers = [
         (publisher, slot, getattr(publisher, slot)) for publisher in _publishers(app) for slot in Publisher.__slots__
     ]
-    settings = app.settings
-    changed = msgspec.structs.replace(
-        settings,
-        drain_timeout=min(settings.drain_timeout, drain_timeout),
-        wait=wait if settings.wait is None else min(settings.wait, wait),
-    )
-    instead: dict[str, object] = {"_built": None, "_settings": changed, "_on_connect": on_connect}
-    if brokers is not None:
-        instead["_brokers"] = dict(brokers)
-    if state is not None:
-        instead["_lifespan"] = _lifespan_of(state)
     try:
+        instead: dict[str, object] = {"_built": None, "_on_connect": on_connect}
+        settings = app.settings
+        instead["_settings"] = msgspec.structs.replace(
+            settings,
+            drain_timeout=min(settings.drain_timeout, drain_timeout),
+            wait=wait if settings.wait is None else min(settings.wait, wait),
+        )
+        if brokers is not None:
+            instead["_brokers"] = brokers(dict.fromkeys(["default", *settings.brokers, *saved["_brokers"]]))
+        if state is not None:
+            instead["_lifespan"] = _lifespan_of(state)
         for name, value in instead.items():
             setattr(app, name, value)
         yield

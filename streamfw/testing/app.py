@@ -116,15 +116,15 @@ class TestApp(Observations):
 
     def _borrow(self, stack: ExitStack) -> None:
         """Take the app, on memory unless `live`."""
-        given: dict[str, Any] = getattr(self.app, "_brokers")  # noqa: B009
-        if not self._live:
-            clock = self._clock.time if self._clock is not None else None
-            names = dict.fromkeys(["default", *self.app.settings.brokers, *given])
-            self._stand_ins = {name: StandIn(name, clock, self._transaction) for name in names}
-        brokers = None if self._live else self._stand_ins
+        brokers = None if self._live else self._make_stand_ins
         stack.enter_context(
             lent(self.app, brokers, self._state, self._watch_connection, drain_timeout=DRAIN, wait=self._timeout)
         )
+
+    def _make_stand_ins(self, names: Iterable[str]) -> dict[str, StandIn]:
+        clock = self._clock.time if self._clock is not None else None
+        self._stand_ins = {name: StandIn(name, clock, self._transaction) for name in names}
+        return self._stand_ins
 
     def _prepare(self) -> None:
         """Build the app, and put its subscribers under observation."""
@@ -226,10 +226,13 @@ class TestApp(Observations):
         """Raise what ended the app."""
         if self._runner is None:
             raise NotRunning("this TestApp is not entered: async with TestApp(app) as tb")
+        failure: BaseException | None = getattr(self.app, "_failure")  # noqa: B009
         if self._runner.done():
-            self._told = None if self._runner.cancelled() else self._runner.exception()
-            if self._told is not None:
-                raise self._told
+            failure = None if self._runner.cancelled() else self._runner.exception()
+        if failure is not None:
+            self._told = failure
+            raise failure
+        if self._runner.done():
             raise NotRunning("this TestApp was left: nothing runs any more")
 
     # -- what a test does
