@@ -18,7 +18,9 @@ from . import migrations
 from .connection import PostgresConnection, subscription_mistakes
 from .errors import DRIVER_ERRORS, translated
 from .pool import Isolation
+from .queue import Form, form_of
 from .roles import SESSION, Connector, set_session
+from .rowlock import LONGEST_CLAIM
 from .schema import DEFAULT_SCHEMA
 from .settings import EMBEDDED, Settings, checked_url
 
@@ -34,6 +36,7 @@ class PostgresBroker(Broker):
     and libpq know them), or ``postgres+embedded://PATH`` for a server of the project's own in a directory.
 
     - `schema`: where the tables are.
+    - `form`: how rows are held, unless a `Queue` says: ``lease`` or ``rowlock``.
     - `lease`: seconds a row is ours without a renewal; it is renewed at half of it.
     - `pool_size`: connections for transactional handlers.
     - `max_body`: the largest body, in bytes: a larger one is refused at publish, and put aside when one comes.
@@ -67,6 +70,7 @@ class PostgresBroker(Broker):
         url: str,
         *,
         schema: str = DEFAULT_SCHEMA,
+        form: Form = "lease",
         lease: float = 30.0,
         pool_size: int = 10,
         max_body: int = _MAX_BODY,
@@ -79,6 +83,7 @@ class PostgresBroker(Broker):
         super().__init__(checked_url(url))
         self._settings = Settings(
             schema=schema,
+            form=form,
             lease=lease,
             pool_size=pool_size,
             max_body=max_body,
@@ -90,15 +95,22 @@ class PostgresBroker(Broker):
         self._embedded = url.startswith(EMBEDDED)
         self._auto_migrate = self._embedded if auto_migrate is None else auto_migrate
         # The poll is what guarantees a delay's end; wake-ups and timers mostly bring it to the millisecond.
-        self.capabilities = msgspec.structs.replace(  # type: ignore[misc]
-            PostgresBroker.capabilities, delay=1.3 * poll, max_body=max_body
+        self._by_leases = msgspec.structs.replace(PostgresBroker.capabilities, delay=1.3 * poll, max_body=max_body)
+        # A pause begins when its claim ends; without attempts= nobody counts the deliveries that a crash took.
+        self._by_locks = msgspec.structs.replace(
+            self._by_leases, settlement="grouped", delay=1.3 * poll + LONGEST_CLAIM, ordered_by=frozenset()
         )
+        self.capabilities = self.capabilities_of(Subscription("any"))  # type: ignore[misc]
 
     def capabilities_of(self, subscription: Subscription) -> Capabilities:
         """An ordered subscription retries in place: a row given back would be overtaken by those of its key."""
+        if form_of(subscription, self._settings.form) == "rowlock" and subscription.ordered_by != "key":
+            counts = "process" if subscription.attempts is None else "durable"
+            return msgspec.structs.replace(self._by_locks, attempts=counts)
         if subscription.ordered_by is None:
-            return self.capabilities
-        return msgspec.structs.replace(self.capabilities, retry=False, attempts="process")
+            return self._by_leases
+        # What is ordered by key and held by row locks is refused with its reason, in `mistakes`.
+        return msgspec.structs.replace(self._by_leases, retry=False, attempts="process")
 
     def mistakes(self, subscription: Subscription) -> Iterable[str]:
         """See `Broker.mistakes`."""

@@ -15,6 +15,7 @@ from streamfw.broker import Subscription
 
 from .deliveries import Claim, Out, PostgresDelivery, new_token
 from .hints import Hints
+from .journal import Journal
 from .ownership import Ownership
 from .roles import Role
 from .settling import Settler
@@ -65,26 +66,33 @@ class Claimer:
         self._typical = float(_UNSEEN)
         # After a suspect, claims start small again: what a claim brings beside one is given back.
         self._caution: int | None = None
+        self.journal: Journal | None = None
+
+    @property
+    def cautious(self) -> bool:
+        """Whether claims are small, because suspects are about."""
+        return self._caution is not None
 
     async def tick(self) -> tuple[bool, bool, float | None]:
         """Make ready what is due and correct the hints. Answers: is anything claimable, is more due, and the seconds
         to the next due time."""
-        if self.owning is None:
+        if self.journal is not None:
+            row = await self._role.row(self._sql.tick_journal, self.consumer)
+            if row[4]:
+                await self.journal.fold()
+        elif self.owning is None:
             row = await self._role.row(self._sql.tick, self.consumer)
         else:
             row = await self._role.row(self._sql.tick_ordered, self.consumer, self._out.tokens())
-        priorities, lows, due, next_due = row
+        priorities, lows, due, next_due = row[0], row[1], row[2], row[3]
         self._hints.ticked(priorities, lows)
         return bool(priorities), due >= 1000, next_due
 
     async def claim(self, limit: int, max_bytes: int) -> Claimed:
         """One claim. Everything it brings is registered as out, or given back before this returns."""
-        want = min(limit, max(1, int(max_bytes // self._typical)))
-        if self._caution is not None:
-            want = min(want, self._caution)
+        want, inline = self.budget(limit, max_bytes)
         loop = asyncio.get_running_loop()
         claim = Claim(new_token(), loop.time() + self._lease)
-        inline = min(self.max_body, max(max_bytes // want, 1))
         rows = await self._rows(want, claim, inline, loop.time())
         if not rows:
             self._hints.short()
@@ -101,14 +109,12 @@ class Claimer:
         priorities = {d.priority for d in batch}
         batch.sort(key=_by_id if len(priorities) == 1 else _by_priority)  # `returning` promises no order
         self._out.add(batch)
-        for priority in priorities:
-            last = max([d.id for d in batch if d.priority == priority]) if len(priorities) > 1 else batch[-1].id
-            self._hints.claimed(priority, last, len(batch) == want)
+        self.claimed(batch, priorities, len(batch) == want)
         try:
             if None in [r[8] for r in rows]:
                 batch = await self._within(batch, claim, max_bytes)
             else:
-                self._learn(batch)
+                self.learn(batch)
             if max([r[2] for r in rows]):
                 return await self._with_care(batch, {r[0]: r[2] for r in rows})
         except BaseException:
@@ -118,7 +124,21 @@ class Claimer:
         self._grow()
         return Claimed(batch)
 
-    def _learn(self, batch: list[PostgresDelivery]) -> None:
+    def budget(self, limit: int, max_bytes: int) -> tuple[int, int]:
+        """How many rows to ask for, and the largest body that may come with its row, in bytes."""
+        want = min(limit, max(1, int(max_bytes // self._typical)))
+        if self._caution is not None:
+            want = min(want, self._caution)
+        return want, min(self.max_body, max(max_bytes // want, 1))
+
+    def claimed(self, batch: list[PostgresDelivery], priorities: set[int], full: bool) -> None:
+        """Move the hints behind what was claimed, in order."""
+        for priority in priorities:
+            last = max([d.id for d in batch if d.priority == priority]) if len(priorities) > 1 else batch[-1].id
+            self._hints.claimed(priority, last, full)
+
+    def learn(self, batch: list[PostgresDelivery]) -> None:
+        """How large bodies are."""
         average = sum([len(d.body) for d in batch]) / len(batch)
         self._typical = max(256.0, 0.75 * self._typical + average)
 

@@ -13,12 +13,14 @@ from streamfw.message import Outgoing
 
 from .deadletters import PostgresDeadLetters
 from .lease import LeaseSource
+from .lock_sql import LockStatements
 from .migrations import check_version, current_version
 from .notify import Listener, Notifier, Wakes, channel_of, shared_wakes
 from .pool import UnitPool
 from .publish import Publisher
-from .queue import Queue
+from .queue import CONNECTIONS, Queue, form_of
 from .roles import Connector, Role
+from .rowlock import RowLockSource
 from .schema import quoted
 from .settings import Settings
 from .sql import Statements
@@ -39,6 +41,7 @@ class PostgresConnection(Connection):
         self._connect = connect
         self.settings = settings
         self.statements = Statements(settings.schema)
+        self.lock_statements = LockStatements(settings.schema)
         self.closed = False
         self.solo = Solo()
         self.pool = UnitPool(connect, settings.pool_size, settings.isolation, settings.command_timeout)
@@ -88,17 +91,14 @@ class PostgresConnection(Connection):
     async def open(self, subscription: Subscription) -> LeaseSource:
         """See `Connection.open`."""
         self._check_open()
-        mistakes = subscription_mistakes(subscription, self.settings)
+        mistakes = subscription_mistakes(subscription, self.settings) + self._too_few(subscription)
         if mistakes:
             raise BrokerRefused(f"{subscription!r}: {'; '.join(mistakes)}")
-        lease = self.settings.lease
-        if isinstance(subscription.source, Queue) and subscription.source.lease is not None:
-            lease = subscription.source.lease
         sql = self.statements
         if subscription.dead_letter is not None:
             await self._publishes.fetch(sql.ensure_queue, subscription.dead_letter)
         consumer = await self._publishes.value(sql.register_group, subscription.name, subscription.group)
-        source = LeaseSource(self, subscription, consumer, float(lease))
+        source = self._source(subscription, consumer)
         self._sources.append(source)
         self.solo.sources.append(source)
         try:
@@ -109,6 +109,24 @@ class PostgresConnection(Connection):
         self._wakes.add(subscription.name, source)
         self._listen()
         return source
+
+    def _source(self, subscription: Subscription, consumer: int) -> LeaseSource:
+        queue = subscription.source if isinstance(subscription.source, Queue) else Queue(subscription.name)
+        lease = float(queue.lease if queue.lease is not None else self.settings.lease)
+        if form_of(subscription, self.settings.form) == "rowlock":
+            return RowLockSource(self, subscription, consumer, lease, queue.connections or CONNECTIONS)
+        return LeaseSource(self, subscription, consumer, lease)
+
+    def _too_few(self, subscription: Subscription) -> list[str]:
+        """Row locks of transactional handlers hold their connections while they wait for nothing else: all of them
+        together must fit into the pool."""
+        if not subscription.transactional or form_of(subscription, self.settings.form) != "rowlock":
+            return []
+        opened = [s.workers_of_pool for s in self._sources if isinstance(s, RowLockSource)]
+        needed, size = sum(opened) + subscription.workers, self.settings.pool_size
+        if needed <= size:
+            return []
+        return [f"the transactional subscribers of this app need {needed} connections: set pool_size={needed} ({size})"]
 
     def _listen(self) -> None:
         if self._listener is None:
@@ -215,6 +233,11 @@ def subscription_mistakes(subscription: Subscription, settings: Settings) -> lis
         found += source.mistakes()
     elif source is not None:
         found.append(f"{type(source).__name__} is not a source of Postgres: use Queue(..) or a plain name")
+    if subscription.ordered_by == "key" and form_of(subscription, settings.form) == "rowlock":
+        found.append(
+            "ordered_by='key' needs form='lease': whoever skips a locked row takes the next one of its key, so an "
+            "ordered subscription has one owner, whose leases a successor can read"
+        )
     if subscription.transactional and subscription.workers > settings.pool_size:
         found.append(
             f"transactional=True with workers={subscription.workers} needs as many connections, and "

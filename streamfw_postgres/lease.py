@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from streamfw.broker import Delivery, Health, PumpControl, Settlement, Source, Subscription, UnitOfWork
 from streamfw.errors import BrokerClosed, BrokerError, SettleError
 
-from .claiming import Claimer
+from .claiming import Claimed, Claimer
 from .deliveries import Out, PostgresDelivery
 from .hints import Hints
 from .ownership import Ownership
@@ -41,13 +41,21 @@ _CLOSING = 4.0
 class LeaseSource(Source):
     """One subscription to a queue of the standard table."""
 
-    def __init__(self, connection: PostgresConnection, subscription: Subscription, consumer: int, lease: float) -> None:
+    def __init__(
+        self,
+        connection: PostgresConnection,
+        subscription: Subscription,
+        consumer: int,
+        lease: float,
+        apart: bool = True,
+    ) -> None:
+        """`apart`: claims have a connection of their own."""
         self._connection = connection
         self._subscription = subscription
         self.statements = self._sql = sql = connection.statements
         self._poll = connection.settings.poll
-        self._claims = connection.role(f"claiming from {subscription.name!r}")
         self._settles = connection.role(f"settling for {subscription.name!r}")
+        self._claims = connection.role(f"claiming from {subscription.name!r}") if apart else self._settles
         self._hints = Hints()
         self.out = Out()
         self._owning = Ownership(sql, consumer, lease) if subscription.ordered_by else None
@@ -123,13 +131,16 @@ class LeaseSource(Source):
         # What wakes us from here on may be too late for this claim, and makes us look again.
         self._look = False
         self._signal.clear()
-        claimed = await self._claimer.claim(limit, max_bytes)
+        claimed = await self._claim(limit, max_bytes)
         if self._stopped and (claimed.deliveries or claimed.suspect):
             await self._claimer.give_back_all(claimed)
             return ()
         self._suspect = claimed.suspect
         self._look = self._look or claimed.some
         return claimed.deliveries
+
+    async def _claim(self, limit: int, max_bytes: int) -> Claimed:
+        return await self._claimer.claim(limit, max_bytes)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -303,10 +314,13 @@ class LeaseSource(Source):
         errors = await self._settler.settle(settlements)
         if self._alone is not None or self._suspect is not None:
             self._after_settling()
+        self._wake_for_returned()
+        return errors
+
+    def _wake_for_returned(self) -> None:
         if self._settler.soonest is not None:
             after, self._settler.soonest = self._settler.soonest, None
             self.wake(after)
-        return errors
 
     def settled(self, ids: Sequence[int]) -> None:
         """A handler's own transaction ended these."""

@@ -157,7 +157,24 @@ comment on function {schema}.publish(text, bytea, text, jsonb, text, interval, i
   '(a second or so). Example: select streamfw.publish(''orders'', convert_to(''{"id": 1}'', ''UTF8''), key => ''42'').';
 """
 
-MIGRATIONS: tuple[Migration, ...] = (Migration(1, "queues, groups and messages", 1, _CONSUMER + _MESSAGE + _FUNCTIONS),)
+# Small, and all of it changes all the time.
+_JOURNAL = """
+create table {schema}.claim_journal (
+  consumer int not null,
+  token bigint not null,
+  xid xid8 not null,
+  ids bigint[] not null,
+  primary key (consumer, token)
+) with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0);
+comment on table {schema}.claim_journal is
+  'One row a claim by row locks in progress: its transaction and the messages it holds. One whose transaction has ended
+was abandoned; the next look at the queue counts a delivery for its messages and removes it.';
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (
+    Migration(1, "queues, groups and messages", 1, _CONSUMER + _MESSAGE + _FUNCTIONS),
+    Migration(2, "the journal of claims by row locks", 1, _JOURNAL),
+)
 
 _BOOK = """create schema if not exists {schema};
 create table if not exists {schema}.migration (

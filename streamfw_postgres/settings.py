@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from .pool import Isolation
-from .queue import lease_mistakes
+from .queue import Form, lease_mistakes
 from .schema import checked_schema
 
 __all__ = ["EMBEDDED", "Settings", "checked_url"]
@@ -20,6 +20,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """See `PostgresBroker`."""
 
     schema: str
+    form: Form
     lease: float
     pool_size: int
     max_body: int
@@ -30,6 +31,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         checked_schema(self.schema)
+        if self.form not in get_args(Form):
+            raise ValueError(f"form={self.form!r}: one of {', '.join(get_args(Form))} is needed")
         for wrong in lease_mistakes(self.lease, "(lease="):
             raise ValueError(wrong.replace("(", "", 1).replace(")", "", 1))
         _between("pool_size", self.pool_size, 1, 1000, whole=True)

@@ -17,7 +17,7 @@ from .hints import Hints
 from .roles import Cut, Role
 from .sql import BACK, DEAD, DONE, RETRY, Statements
 
-__all__ = ["Settler"]
+__all__ = ["Settler", "lease_lost"]
 
 log = logging.getLogger("streamfw.postgres")
 # What a dead letter keeps of a headers column that could not be read.
@@ -87,7 +87,7 @@ class Settler:
         if gone > 0:
             log.warning("%d acknowledged messages had been ended by another owner before", gone)
         self._forget(deliveries)
-        return [_lease_lost(d) for d in lost]
+        return [lease_lost(d) for d in lost]
 
     def _forget(self, deliveries: Sequence[PostgresDelivery]) -> None:
         # By identity: the same row may be out again, under a newer lease of ours.
@@ -96,12 +96,8 @@ class Settler:
 
     async def _odd(self, settlements: Sequence[Settlement], again: bool = False) -> list[SettleError]:
         deliveries = cast("list[PostgresDelivery]", [s.delivery for s in settlements])
-        kinds = [self._kind(s.outcome) for s in settlements]
-        after = [float(s.outcome.after or 0) if isinstance(s.outcome, Retry) else 0.0 for s in settlements]
-        dead = [
-            self._dead_headers(d, s.outcome) if k == DEAD else None
-            for d, s, k in zip(deliveries, settlements, kinds, strict=True)
-        ]
+        columns = [self.columns(d, s.outcome) for d, s in zip(deliveries, settlements, strict=True)]
+        kinds, after, dead = [c[0] for c in columns], [c[1] for c in columns], [c[2] for c in columns]
         done = await self._odd_statement(self._role, deliveries, kinds, after, dead)
         self._returned(deliveries, kinds, after, done)
         missed = [s for s, d in zip(settlements, deliveries, strict=True) if d.id not in done]
@@ -117,9 +113,15 @@ class Settler:
         self._forget(deliveries)
         return errors
 
+    def columns(self, delivery: PostgresDelivery, outcome: Outcome) -> tuple[int, float, bytes | None]:
+        """What SETTLE_ODD is told of an outcome: its kind, the pause in seconds, the headers of a dead letter."""
+        kind = self._kind(outcome)
+        after = float(outcome.after or 0) if isinstance(outcome, Retry) else 0.0
+        return kind, after, self._dead_headers(delivery, outcome) if kind == DEAD else None
+
     def _lost(self, missed: Sequence[Settlement]) -> list[SettleError]:
         lost = cast("list[PostgresDelivery]", [s.delivery for s in missed])
-        return [_lease_lost(d) for d in lost if d.id not in self._ambiguous]
+        return [lease_lost(d) for d in lost if d.id not in self._ambiguous]
 
     async def _odd_statement(
         self,
@@ -146,9 +148,13 @@ class Settler:
         """Claims must see what came back, at its time, though it lies below the hint."""
         for delivery, kind, seconds in zip(deliveries, kinds, after, strict=True):
             if kind in (RETRY, BACK) and delivery.id in done:
-                self.soonest = seconds if self.soonest is None else min(seconds, self.soonest)
-                if not seconds:
-                    self._hints.lower(delivery.priority, delivery.id)
+                self.returned(delivery.priority, delivery.id, seconds)
+
+    def returned(self, priority: int, row_id: int, seconds: float) -> None:
+        """This row came back, claimable in so many seconds."""
+        self.soonest = seconds if self.soonest is None else min(seconds, self.soonest)
+        if not seconds:
+            self._hints.lower(priority, row_id)
 
     async def give_back(
         self, deliveries: Sequence[PostgresDelivery], role: Role | None = None, timeout: float | None = None
@@ -194,5 +200,6 @@ class Settler:
         return headers.encode(told)
 
 
-def _lease_lost(delivery: PostgresDelivery) -> LeaseLost:
+def lease_lost(delivery: PostgresDelivery) -> LeaseLost:
+    """The answer to a settlement that came too late."""
     return LeaseLost(delivery, "the lease was lost before the settlement came")

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from streamfw.cli.program import program
+from streamfw_postgres.migrations import MIGRATIONS
 from tests.helpers import eventually_blocking
 from tests.services.postgres import Postgres
 
@@ -138,12 +139,12 @@ def test_status(run: Run) -> None:
     (orders,) = [row for row in rows if row[:1] == ["orders"]]
     assert orders[1:5] == ["(none yet)", "3", "1", "0"]
     assert orders[-2:] == ["1", "no"]
-    assert ["version", "1"] in rows
+    assert ["version", str(MIGRATIONS[-1].version)] in rows
     code, out, _ = run("postgres", "status", "--json")
     queues = {queue["queue"]: queue for queue in json.loads(out)["queues"]}
     assert (queues["orders"]["ready"], queues["orders"]["delayed"], queues["orders"]["dead"]) == (3, 1, 1)
     assert queues["orders"]["oldest"] >= 0
-    assert json.loads(out)["table"]["version"] == 1
+    assert json.loads(out)["table"]["version"] == MIGRATIONS[-1].version
 
 
 def test_a_refused_message_is_told(run: Run) -> None:

@@ -9,6 +9,7 @@ import pytest
 from streamfw.broker import Broker
 from streamfw.testing.conformance import BrokerConformance
 from streamfw_postgres import PostgresBroker
+from streamfw_postgres.queue import Form
 from tests.services.postgres import Postgres
 
 MAX_BODY = 2 * 1024 * 1024
@@ -18,6 +19,7 @@ CUT = "select pg_terminate_backend(pid) from pg_stat_activity where datname = cu
 class OnPostgres(BrokerConformance):
     grace = 5.0
     quiet = 0.5
+    form: Form = "lease"
 
     @pytest.fixture
     def server(self, database: Postgres) -> Postgres:
@@ -26,10 +28,10 @@ class OnPostgres(BrokerConformance):
     @pytest.fixture
     def broker(self, server: Postgres) -> Broker:
         self.facts = server
-        return PostgresBroker(server.dsn, max_body=MAX_BODY, auto_migrate=True)
+        return PostgresBroker(server.dsn, form=self.form, max_body=MAX_BODY, auto_migrate=True)
 
     def another(self, broker: Broker) -> Broker:
-        return PostgresBroker(broker.url, max_body=MAX_BODY, auto_migrate=True)
+        return PostgresBroker(broker.url, form=self.form, max_body=MAX_BODY, auto_migrate=True)
 
     async def interrupt(self, broker: Broker) -> bool:
         """Every backend of the database is ended by the server, as an administrator's restart does."""
@@ -54,3 +56,15 @@ class TestPostgres15(OnPostgres):
     @pytest.fixture
     def server(self, database15: Postgres) -> Postgres:
         return database15
+
+
+class TestRowLocks18(OnPostgres):
+    """Every subscription by row locks."""
+
+    form = "rowlock"
+
+
+class TestRowLocks15(TestPostgres15):
+    """The same on the older server."""
+
+    form = "rowlock"

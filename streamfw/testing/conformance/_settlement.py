@@ -194,6 +194,7 @@ class SettlementConformance(ConformanceKit):
                     await failed.connection.dead_letters(dead)
                 return
             assert await failed.settle(taken, DeadLetter("broken")) == []
+            await failed.flush()
             letters = await failed.connection.dead_letters(dead)
             listed = await letters.list()
             assert [message.message_id for message in listed] == sent
