@@ -18,12 +18,25 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from streamfw.broker import Broker, Connection, Delivery, Health, Settlement, Source, Subscription, UnitOfWork
+from streamfw.broker import (
+    Broker,
+    Capabilities,
+    Connection,
+    Delivery,
+    Health,
+    Settlement,
+    Source,
+    Subscription,
+    UnitOfWork,
+)
 from streamfw.errors import PublishError, SettleError
 from streamfw.message import Outgoing
 from streamfw.outcome import Ack, Drop
+from streamfw_postgres.deliveries import PostgresDelivery
+from streamfw_postgres.holding import HeldClaim
+from streamfw_postgres.rowlock import RowLockSource
 
 __all__ = ["Ledger", "Start", "Verdict", "judge", "recorded"]
 
@@ -82,12 +95,45 @@ class RecordedSource(Source):
         return self._source.health()
 
 
+class RecordedLocks(RecordedSource):
+    """The same of row locks, whose acknowledgements are durable when their claim has ended."""
+
+    def __init__(self, source: RowLockSource, ledger: Ledger) -> None:
+        super().__init__(source, ledger)
+        self._messages: dict[int, str] = {}
+        source.ended = self._ended  # type: ignore[method-assign]
+
+    async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
+        deliveries = cast("Sequence[PostgresDelivery]", await self._source.fetch(limit, max_bytes))
+        self._messages.update({delivery.id: delivery.message_id for delivery in deliveries})
+        return deliveries
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
+        recorded = {id(s.delivery) for s in settlements if getattr(s.delivery.claim, "open", False)}  # type: ignore[attr-defined]
+        errors = await self._source.settle(settlements)
+        recorded.update(id(error.delivery) for error in errors)
+        self._ledger.settled(
+            [
+                s.delivery.message_id
+                for s in settlements
+                if isinstance(s.outcome, Ack | Drop) and id(s.delivery) not in recorded
+            ]
+        )
+        return errors
+
+    def _ended(self, claim: HeldClaim) -> None:
+        self._ledger.settled([self._messages[row] for row in claim.finished])
+
+
 class RecordedConnection(Connection):
     def __init__(self, connection: Connection, ledger: Ledger) -> None:
         self._connection, self._ledger = connection, ledger
 
     async def open(self, subscription: Subscription) -> Source:
-        return RecordedSource(await self._connection.open(subscription), self._ledger)
+        source = await self._connection.open(subscription)
+        if isinstance(source, RowLockSource):
+            return RecordedLocks(source, self._ledger)
+        return RecordedSource(source, self._ledger)
 
     async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
         return await self._connection.publish(messages)
@@ -100,12 +146,15 @@ class _Recorded(Broker):
     def __init__(self, broker: Broker, ledger: Ledger) -> None:
         super().__init__(broker.url)
         self._broker, self._ledger = broker, ledger
-        self.capabilities = broker.capabilities  # type: ignore[misc]
+        self.capabilities = broker.capabilities
 
     @asynccontextmanager
     async def connect(self) -> Any:
         async with self._broker.connect() as connection:
             yield RecordedConnection(connection, self._ledger)
+
+    def capabilities_of(self, subscription: Subscription) -> Capabilities:
+        return self._broker.capabilities_of(subscription)
 
     def mistakes(self, subscription: Subscription) -> Iterable[str]:
         return self._broker.mistakes(subscription)
@@ -153,12 +202,14 @@ def judge(
     *,
     maybe: set[str] = frozenset(),  # type: ignore[assignment]
     lease: float | None = None,
+    counted: bool = True,
 ) -> Verdict:
     """Read every ledger (``<process>.log``) in `directory`.
 
     `killed` are the processes that got a SIGKILL. `maybe` are ids whose publish ended in `OutcomeUnknown`: each may
     have been stored. With `lease` (seconds), a second delivery is explained as well when it came after the first one's
-    lease had ended, unsettled because the server could not be reached.
+    lease had ended, unsettled because the server could not be reached. `counted`: each delivery counts an attempt, also
+    one that died with its process.
     """
     starts = _starts(directory)
     verdict = Verdict(published=len(published), handled=len(published & starts.keys()))
@@ -170,7 +221,7 @@ def judge(
             over = lease is not None and later.at - earlier.at >= 0.9e9 * lease
             # A process's ledger knows ids, not attempts: in one process only the last delivery's end is durable.
             unsettled = not earlier.durable or earlier.process == later.process
-            if (earlier.process in killed or over) and unsettled and later.attempt > earlier.attempt:
+            if (earlier.process in killed or over) and unsettled and later.attempt >= earlier.attempt + counted:
                 verdict.explained += 1
             else:
                 verdict.unexplained.append(f"{identity}: {earlier} then {later}")

@@ -52,8 +52,18 @@ def _kills(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
     return {"kills": run.kills, **_checked(run.verdict)}
 
 
-def _poison(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
-    run = asyncio.run(poison_run(server.facts.dsn, directory))
+def _lock_kills(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+    form = ("rowlock", "journal")[seed % 2]
+    run = asyncio.run(kill_run(server.facts.dsn, directory, seed=seed, messages=2_000, kills=5, form=form))
+    return {"kills": run.kills, **_checked(run.verdict)}
+
+
+def _lock_poison(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+    return _poison(server, directory, seed, "rowlock")
+
+
+def _poison(server: services.OwnPostgres, directory: Path, seed: int, form: str = "lease") -> Counts:
+    run = asyncio.run(poison_run(server.facts.dsn, directory, form=form))
     assert run.dead == 1, f"{run.dead} dead letters instead of one"
     return {"kills": run.kills, "dead_letters": run.dead, **_checked(run.verdict)}
 
@@ -67,6 +77,8 @@ def _cuts(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
 SUITES = (
     Suite("postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills),
     Suite("postgres-lease-poison", "one message in 1,000 that kills its process, attempts=3", 3, _poison),
+    Suite("postgres-rowlock-kills", "the same by row locks, every other round with attempts counted", 10, _lock_kills),
+    Suite("postgres-rowlock-poison", "the same by row locks: one message that kills its process", 3, _lock_poison),
     Suite("postgres-lease-cuts", "connections, backends and the server cut under a running app", 10, _cuts),
 )
 

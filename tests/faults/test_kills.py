@@ -13,8 +13,9 @@ pytestmark = pytest.mark.xdist_group("kills")
 
 
 @pytest.mark.timeout(240)
-async def test_five_killed_workers_lose_nothing(own_durable_postgres: OwnPostgres, tmp_path: Path) -> None:
-    run = await kill_run(own_durable_postgres.facts.dsn, tmp_path, seed=1, messages=2_000, kills=5)
+@pytest.mark.parametrize("form", ["lease", "rowlock", "journal"])
+async def test_five_killed_workers_lose_nothing(own_durable_postgres: OwnPostgres, tmp_path: Path, form: str) -> None:
+    run = await kill_run(own_durable_postgres.facts.dsn, tmp_path, seed=1, messages=2_000, kills=5, form=form)
     assert run.verdict.good, run.verdict
     assert run.verdict.handled == run.verdict.published == 2_000
     assert run.kills == 5
@@ -22,10 +23,11 @@ async def test_five_killed_workers_lose_nothing(own_durable_postgres: OwnPostgre
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("form", ["lease", "rowlock"])
 async def test_a_message_that_kills_its_process_is_the_only_dead_letter(
-    own_durable_postgres: OwnPostgres, tmp_path: Path
+    own_durable_postgres: OwnPostgres, tmp_path: Path, form: str
 ) -> None:
-    run = await poison_run(own_durable_postgres.facts.dsn, tmp_path, messages=1_000)
+    run = await poison_run(own_durable_postgres.facts.dsn, tmp_path, messages=1_000, form=form)
     assert run.verdict.good, run.verdict
     assert run.dead == 1
     assert run.left == 0

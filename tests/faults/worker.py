@@ -1,7 +1,8 @@
-"""A worker process of the fault suites: ``python -m tests.faults.worker URL LEDGER LEASE [POISON]``.
+"""A worker process of the fault suites: ``python -m tests.faults.worker URL LEDGER LEASE FORM [POISON]``.
 
 It handles the queue ``faults`` with eight workers; each handler takes up to 3 ms. The message whose body is POISON
-kills the process. Its dead letters stay where they are.
+kills the process. Its dead letters stay where they are. FORM is ``lease``, ``rowlock``, or ``journal``: row locks whose
+attempts are counted.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ class Work(msgspec.Struct):
     number: int
 
 
-def main(url: str, path: str, lease: float, poison: int | None) -> None:
+def main(url: str, path: str, lease: float, form: str, poison: int | None) -> None:
     ledger = Ledger(Path(path))
 
-    @subscriber(QUEUE, workers=8, attempts=ATTEMPTS if poison is not None else None)
+    attempts = ATTEMPTS if poison is not None else 1000 if form == "journal" else None
+
+    @subscriber(QUEUE, workers=8, attempts=attempts)
     async def handle(work: Work, message: Message, attempt: Annotated[int, Attempt]) -> None:
         ledger.started(message.message_id, attempt)
         if work.number == poison:
@@ -40,9 +43,9 @@ def main(url: str, path: str, lease: float, poison: int | None) -> None:
         if pause > 0.001:
             await asyncio.sleep(pause)
 
-    broker = recorded(PostgresBroker(url, lease=lease), ledger)
+    broker = recorded(PostgresBroker(url, lease=lease, form="lease" if form == "lease" else "rowlock"), ledger)
     App(handle, name="faults", brokers={"default": broker}).run(wait=30)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4], int(sys.argv[5]) if len(sys.argv) > 5 else None)
