@@ -36,8 +36,8 @@ def main() -> int:
         one = scenario(name, loop)
         run = new_run(one, loop)
         if isinstance(one, Scenario):
-            run.unit, run.facts = one.unit, dict(one.facts)
             run.cases = measure(one, rounds=arguments.rounds, only=arguments.only, report=_say)
+            run.unit, run.facts = one.unit, dict(one.facts)
         else:
             run.counts = one.count(_say)
         print(table(run))

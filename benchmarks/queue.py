@@ -18,7 +18,7 @@ from streamfw_postgres.roles import SESSION, set_session
 from streamfw_postgres.sql import LAST, Statements
 from tests.services.postgres import NEWEST, OwnPostgres, own, run_directory
 
-__all__ = ["GROUP", "NAME", "Job", "Queue", "drain_by_hand", "publish_by_hand", "server"]
+__all__ = ["GROUP", "NAME", "Job", "Queue", "drain_by_hand", "publish_by_hand", "server", "settings_of"]
 
 NAME, GROUP = "emails", "bench"
 SQL = Statements()
@@ -51,6 +51,21 @@ def server() -> Iterator[OwnPostgres]:
     with own(NEWEST, directory, fsync=True, settings=SETTINGS) as running:
         asyncio.run(migrate(PostgresBroker(running.facts.dsn)))
         yield running
+
+
+async def settings_of(dsn: str) -> dict[str, str]:
+    """What a reader has to know of the server, as it says itself."""
+    sql = await asyncpg.connect(dsn)
+    try:
+        names = {
+            "server_version": "Postgres",
+            "fsync": "fsync",
+            "autovacuum": "autovacuum",
+            "shared_buffers": "buffers",
+        }
+        return {told: str(await sql.fetchval(f"show {name}")) for name, told in names.items()}
+    finally:
+        await sql.close()
 
 
 class Queue:

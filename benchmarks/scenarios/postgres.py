@@ -15,7 +15,7 @@ from benchmarks.apps import Gate, all_settled
 from benchmarks.harness import Case, Goal, Sample, Scenario, Window
 from benchmarks.jobs import BODY, fresh
 from benchmarks.loops import run
-from benchmarks.queue import GROUP, NAME, Job, Queue, drain_by_hand, publish_by_hand, server
+from benchmarks.queue import GROUP, NAME, Job, Queue, drain_by_hand, publish_by_hand, server, settings_of
 from streamfw import App, subscriber
 from streamfw.message import Outgoing, new_message_id
 from streamfw_postgres import PostgresBroker
@@ -39,9 +39,12 @@ async def noop(job: Job) -> None: ...
 def scenario(loop: str) -> Scenario:
     """The scenario on one loop."""
 
+    facts: dict[str, str] = {}
+
     @contextmanager
     def cases() -> Iterator[Sequence[Case]]:
         with server() as running:
+            facts.update(run(settings_of(running.facts.dsn), loop))
             yield _Bench(running.facts.dsn, running.server.pid() or 0, loop).cases()
 
     return Scenario(
@@ -53,7 +56,7 @@ def scenario(loop: str) -> Scenario:
             "us is this process, server CPU all processes of Postgres, a message."
         ),
         cases=cases,
-        facts={"Postgres": "18 (wheel)", "fsync": "on", "autovacuum": "off"},
+        facts=facts,
     )
 
 
