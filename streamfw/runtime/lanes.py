@@ -23,16 +23,16 @@ __all__ = ["Lanes"]
 
 
 class Lanes:
-    """The lanes of one pump. `again` is called with a delivery whose time has come."""
+    """The lanes of one pump. `again` is called with a delivery whose time has come, by `clock`."""
 
-    __slots__ = ("_again", "_timers", "held", "table", "waiting")
+    __slots__ = ("_again", "_clock", "_timers", "held", "table", "waiting")
 
-    def __init__(self, again: Callable[[Delivery], None]) -> None:
+    def __init__(self, again: Callable[[Delivery], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.table: dict[Hashable, deque[Delivery] | None] = {}
         self.waiting: set[Hashable] = set()  # lanes whose head waits for its timer
         self.held = 0
         self._timers: dict[int, tuple[asyncio.TimerHandle, Delivery]] = {}
-        self._again = again
+        self._again, self._clock = again, clock
 
     def park(self, lane: Hashable, delivery: Delivery) -> None:
         """Put a delivery behind those of its lane."""
@@ -59,15 +59,15 @@ class Lanes:
         if lane is not None:
             self.waiting.add(lane)
             self.held += len(self.table.get(lane) or ())
-        self._set_timer(delivery, time.monotonic() + seconds)
+        self._set_timer(delivery, self._clock() + seconds)
 
     def _set_timer(self, delivery: Delivery, due: float) -> None:
-        pause = max(0.0, due - time.monotonic())
+        pause = max(0.0, due - self._clock())
         timer = asyncio.get_running_loop().call_later(pause, self._due, delivery, due)
         self._timers[id(delivery)] = (timer, delivery)
 
     def _due(self, delivery: Delivery, due: float) -> None:
-        if time.monotonic() < due:
+        if self._clock() < due:
             # uvloop counts whole milliseconds from where this turn of the loop began: its timers may be early.
             self._set_timer(delivery, due)
             return

@@ -58,7 +58,7 @@ class Pump:
         self.prefetch = Prefetch(
             plan.workers, start, plan.subscription.prefetch, plan.max_bytes, plan.prefetch, 2 * size * plan.workers
         )
-        self.lanes = Lanes(self._again)
+        self.lanes = Lanes(self._again, plan.clock)
         self.crew = self._make_crew(plan)
         self.settler = Settler(
             self._done,
