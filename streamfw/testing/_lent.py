@@ -54,6 +54,8 @@ def lent(
         )
         if brokers is not None:
             instead["_brokers"] = brokers(dict.fromkeys(["default", *settings.brokers, *saved["_brokers"]]))
+        elif saved["_built"] is not None:
+            instead["_brokers"] = dict(saved["_built"].brokers)  # themselves, not others of the same URL
         if state is not None:
             instead["_lifespan"] = _lifespan_of(state)
         for name, value in instead.items():

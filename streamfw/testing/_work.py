@@ -79,13 +79,17 @@ class Expected:
             self._expect(one.built.broker, one.built.subscription.dead_letter, message.message_id, 0.0)
 
     def missing(self) -> list[str]:
-        """What should have come by now, in words."""
+        """What should have come by now and is not in anybody's hands, in words."""
         now = time.monotonic()
         return [
             f"{self._watched[number].where} has not had message {message_id}, which is due"
             for (number, message_id), dues in self._due.items()
-            if any(due <= now for due in dues)
+            if any(due <= now for due in dues) and message_id not in self._in_hand(number)
         ]
+
+    def _in_hand(self, number: int) -> set[str]:
+        slots: Iterable[Slot] = self._watched[number].pump.crew.slots
+        return {delivery.message_id for slot in slots for delivery in deliveries_of(slot.message) or slot.holds}
 
 
 class Work:
