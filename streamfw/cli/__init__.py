@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             f"streamfw: the command line needs {package}; install it with: pip install 'streamfw[cli]'", file=sys.stderr
         )
         sys.exit(1)
-    from .completion import join_colons
+    from .completion import completing
 
-    join_colons(os.environ)
-    program(None if arguments is None else list(arguments), prog_name="streamfw")
+    with completing(os.environ):
+        program(None if arguments is None else list(arguments), prog_name="streamfw")
     sys.exit(0)

@@ -71,12 +71,23 @@ def _import(name: str) -> ModuleType:
 
 
 def _near_module(missing: str) -> str:
-    """The module of nearly that name, among those beside it."""
+    """The module of nearly that name, among those beside it, or of that name one directory below."""
     parent, _, _ = missing.rpartition(".")
     where = list(getattr(sys.modules.get(parent), "__path__", ())) if parent else [os.getcwd()]
     prefix = f"{parent}." if parent else ""
     close = difflib.get_close_matches(missing, [prefix + found.name for found in pkgutil.iter_modules(where)], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return "" if parent else _below(missing)
+
+
+def _below(missing: str) -> str:
+    for found in sorted({path.parent for path in (*Path().glob(f"*/{missing}.py"), *Path().glob(f"*/{missing}/"))}):
+        if (found / "__init__.py").exists():
+            return f"; did you mean '{found}.{missing}'?"
+        if (found / f"{missing}.py").exists() or (found / missing / "__init__.py").exists():
+            return f"; it is in {found}{os.sep}: run the command there, or set PYTHONPATH={found}"
+    return ""
 
 
 def _failed(name: str, error: BaseException) -> str:

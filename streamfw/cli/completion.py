@@ -6,12 +6,13 @@ Apps are found by reading modules, not by importing them: a completion runs nobo
 from __future__ import annotations
 
 import ast
-import os
+import io
 import re
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-__all__ = ["complete_app", "join_colons"]
+__all__ = ["complete_app", "completing", "join_colons"]
 
 _VARIABLE = "_STREAMFW_COMPLETE"
 _MOST = 300  # modules of one directory that are looked into
@@ -22,20 +23,16 @@ _MENTIONED = re.compile(rb"\bApp\(")
 
 def complete_app(incomplete: str) -> list[str]:
     """The apps and packages of the directory where the command runs whose names begin with `incomplete`."""
-    module, colon, _ = incomplete.partition(":")
-    parts = module.split(".")
+    parts = incomplete.partition(":")[0].split(".")
     if not all(part.isidentifier() for part in parts[:-1]):
         return []
-    found = list(_targets(Path(*parts[:-1]), "".join(f"{part}." for part in parts[:-1])))
-    fitting = sorted(target for target in found if target.startswith(incomplete))
-    if colon and os.environ.get(_VARIABLE) == "complete_bash":
-        return [target.partition(":")[2] for target in fitting]  # to bash a colon begins a word
-    return fitting
+    found = list(_targets(Path(*parts[:-1]), "".join(f"{part}." for part in parts[:-1]), parts[-1]))
+    return sorted(target for target in found if target.startswith(incomplete))
 
 
-def _targets(directory: Path, prefix: str) -> Iterator[str]:
+def _targets(directory: Path, prefix: str, begin: str) -> Iterator[str]:
     try:
-        entries = sorted(directory.iterdir())[:_MOST]
+        entries = sorted(path for path in directory.iterdir() if path.name.startswith(begin))[:_MOST]
     except OSError:
         return
     for path in entries:
@@ -76,15 +73,34 @@ def _makes_an_app(value: ast.expr | None) -> bool:
     )
 
 
-def join_colons(environ: MutableMapping[str, str]) -> None:
-    """Make one word again of what bash asks to complete: it gives ``shop:app`` as ``shop``, ``:`` and ``app``."""
-    if environ.get(_VARIABLE) != "complete_bash":
+@contextmanager
+def completing(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Mend what bash makes of colons, around a call that may be to complete something. To bash a colon is a word of its
+    own: it asks for completions of ``shop``, ``:`` and ``ap``, and puts what it gets in the place of the last of them.
+    """
+    begun = join_colons(environ)
+    if not begun:
+        yield
         return
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            yield
+    finally:
+        for line in said.getvalue().splitlines():
+            print(line.removeprefix(begun))
+
+
+def join_colons(environ: MutableMapping[str, str]) -> str:
+    """Where bash asks for completions, make one word of what it cut at colons; what of the last word stands before its
+    last colon, the colon included."""
+    if environ.get(_VARIABLE) != "complete_bash":
+        return ""
     words = environ.get("COMP_WORDS", "").split("\n")
     try:
         cursor = int(environ.get("COMP_CWORD", ""))
     except ValueError:
-        return
+        return ""
     joined: list[str] = []
     for word in words[: cursor + 1]:
         if joined[1:] and (word.startswith(":") or joined[-1].endswith(":")):
@@ -92,3 +108,5 @@ def join_colons(environ: MutableMapping[str, str]) -> None:
         else:
             joined.append(word)
     environ["COMP_WORDS"], environ["COMP_CWORD"] = "\n".join(joined), str(len(joined) - 1)
+    before, colon, _ = joined[-1].rpartition(":")
+    return before + colon

@@ -14,9 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streamfw.build import BuiltSubscriber
 from streamfw.errors import StreamError
 
-__all__ = ["BrokerUrl", "CommandError", "console", "errors_of", "reporting", "say", "show_errors", "table"]
+__all__ = [
+    "BrokerUrl",
+    "CommandError",
+    "console",
+    "errors_of",
+    "handler_of",
+    "reporting",
+    "say",
+    "show_errors",
+    "source_of",
+    "table",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +66,17 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
+
+
+def handler_of(one: BuiltSubscriber) -> str:
+    """The name of a subscriber's handler."""
+    return str(getattr(one.declaration.handler, "__qualname__", one.declaration.handler))
+
+
+def source_of(one: BuiltSubscriber) -> str:
+    """What it subscribes to."""
+    source = one.declaration.source
+    return source if isinstance(source, str) else repr(source)
 
 
 def show_errors(errors: Sequence[BaseException], heading: str = "") -> None:

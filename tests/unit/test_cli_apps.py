@@ -6,14 +6,16 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from contextlib import AbstractAsyncContextManager
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from streamfw.broker import Capabilities
-from streamfw.cli.check import guarantees
+from streamfw import config
+from streamfw.broker import Broker, Capabilities, Connection
+from streamfw.cli.guarantees import guarantees
 from streamfw.cli.program import program
 
 SHOP = """
@@ -49,9 +51,26 @@ async def first(body: int, more: int) -> None: ...
 @wrong.subscriber("b", broker="nowhere")
 async def second(body: int) -> None: ...
 
+@subscriber("paid", transactional=True)
+async def pay(order: dict) -> None: ...
+kept = App(ship, bill, pay, name="shop", brokers={"default": "postgres://localhost/x"})
+
 class Holder:
     app = app
 """
+
+
+class PoorBroker(Broker):
+    """Can be named and built on, and does nothing by itself."""
+
+    capabilities = Capabilities(delay=1.0)
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+
+    def connect(self) -> AbstractAsyncContextManager[Connection]:
+        raise AssertionError("nobody connects to check")
+
 
 _numbers = itertools.count()
 Run = Callable[..., tuple[int, str, str]]
@@ -128,7 +147,7 @@ def test_the_module_is_found_where_the_command_runs(run: Run, module: str) -> No
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("{m}:ap", "has no 'ap'; Apps in it: app, empty, audited, ours, wrong; did you mean 'app'?"),
+        ("{m}:ap", "has no 'ap'; Apps in it: app, empty, audited, ours, wrong, kept; did you mean 'app'?"),
         ("{m}:ship", "{m}:ship is a function, not an App; Apps in it: app, empty"),
         ("{m}:Own", "{m}:Own is a type, not an App"),
         ("{m}:Holder.other", "has no 'Holder.other'"),
@@ -149,6 +168,24 @@ def test_what_is_not_there(run: Run, module: str, command: str, target: str, sai
     assert (code, out) == (1, "")
     assert said.format(m=module) in error
     assert error.startswith("error: ")
+
+
+def test_a_module_that_lies_elsewhere(run: Run, module: str, tmp_path: Path) -> None:
+    for path in ("src/zebra.py", "parts/__init__.py", "parts/panda.py", "lib/okapi/__init__.py", "lib/gnu/data.txt"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    said = {name: run("check", f"{name}:app")[2] for name in ("zebra", "panda", "okapi", "gnu")}
+    assert "; it is in src/: run the command there, or set PYTHONPATH=src\n" in said["zebra"]
+    assert "; did you mean 'parts.panda'?" in said["panda"]
+    assert "; it is in lib/: " in said["okapi"]
+    assert said["gnu"].endswith("or where Python looks\n")
+    assert "did you mean 'parts.panda'?" in run("check", "parts.pand:app")[2]
+
+
+def test_what_is_misspelt_gets_a_proposal(run: Run) -> None:
+    assert "Did you mean 'check'?" in run("chek")[2]
+    assert "Did you mean 'requeue'?" in run("dlq", "reqeue")[2]
+    assert "--workers" in run("run", "a:b", "--worker", "2")[2]
 
 
 def test_a_module_without_an_app(run: Run, module: str, tmp_path: Path) -> None:
@@ -190,8 +227,8 @@ def test_check_shows_the_subscribers(run: Run, module: str) -> None:
     code, text, error = run("check", f"{module}:app")
     assert (code, error) == (0, "")
     cells = rows(text)
-    assert ["ship", "orders", "shop", "memory://", "4", "by key", "5", "orders.dead"] in cells
-    assert ["bill", "bills", "accounts", "memory://", "1", "none", "no limit", "none: discarded"] in cells
+    assert ["ship", "orders", "shop", "memory://", "4", "by key", "no", "5", "orders.dead"] in cells
+    assert ["bill", "bills", "accounts", "memory://", "1", "none", "no", "no limit", "none: discarded"] in cells
     assert "bill: dead_letter=None, so what fails for good is discarded." in text
 
 
@@ -250,6 +287,48 @@ def test_the_configured_options_stay_with_their_kind_of_broker(
     del sys.modules[module]
     (tmp_path / "streamfw.toml").write_text("[brokers.default]\nurl = 'memory://'\nmax_body = 33\n")
     assert "33 bytes" in run("check", f"{module}:app", "--broker", "memory://other")[1]
+
+
+def test_a_move_says_what_would_change(run: Run, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a broker that keeps less: neither order, nor transactions, nor counts across a crash."""
+    point = EntryPoint("poor", f"{__name__}:PoorBroker", "streamfw.brokers")
+    schemes = {**config.schemes(), "poor": point}
+    monkeypatch.setattr(config, "schemes", lambda: schemes)
+    code, text, error = run("check", f"{module}:kept", "--broker", "poor://user:hidden@there")
+    assert code == 1
+    assert "hidden" not in text + error
+    cells = rows(text)
+    assert ["ship", "orders", "no", "ordered_by='key': the broker keeps no order over a group of processes"] in cells
+    assert ["pay", "paid", "no", "transactional=True: the broker has no transactions"] in cells
+    assert ["bill", "bills", "yes"] in cells
+    _, of_ship, of_bill, of_pay = text.split("What would change for ")
+    key, where = "on postgres://localhost/x", "on poor://user@there"
+    assert of_ship.startswith("ship\n") and [key, where] in rows(of_ship)
+    ordered = "over all processes of a group, by key, where ordered_by= asks for it"
+    assert ["order", ordered, "lost: messages of one key could overtake each other"] in rows(of_ship)
+    assert "deliveries are counted by the broker, also across a crash" in of_ship
+    assert "transactions" not in of_ship
+    counted = "counted by the broker: a crash does not start the count again"
+    assert ["attempts", counted, "counted in this process: a crash starts the count again"] in rows(of_bill)
+    assert "lost: " not in of_bill
+    assert "lost: a crash between the handler's commit" in of_pay
+
+
+def test_a_move_that_changes_nothing(run: Run, module: str) -> None:
+    text = run("check", f"{module}:app", "--broker", "memory://there")[1]
+    assert "Nothing would change for ship, bill." in text
+
+
+def test_attempts_of_ordered_subscribers_on_postgres(run: Run, module: str) -> None:
+    code, text, error = run("check", f"{module}:kept")
+    assert (code, error) == (0, "")
+    assert ["pay", "paid", "shop", "postgres://localhost/x", "1", "none", "yes", "no limit", "paid.dead"] in rows(text)
+    of_ship, of_others = text.split("Guarantees on postgres://localhost/x for ")[1:]
+    assert of_ship.startswith("ship\n")
+    assert "deliveries are counted by the broker, also across a crash" in of_ship
+    assert "an ordered message waits for its retry in" in of_ship
+    assert of_others.startswith("bill, pay\n")
+    assert "counted by the broker: a crash does not start the count again" in of_others
 
 
 def test_a_broker_that_is_not_installed(run: Run, module: str) -> None:
