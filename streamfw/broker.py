@@ -322,7 +322,8 @@ class Connection(ABC):
 
         A group stays registered when its sources close: it gets what is published meanwhile. The first group of a name
         gets what was published before (where `Capabilities.kept`), a later one what comes after (or, on a log, all
-        that is kept). Sources of one group compete, also two that were opened by one connection.
+        that is kept). Sources of one group compete, also two that were opened by one connection. Where nothing is kept,
+        it also makes `Subscription.dead_letter` a place that can be published to.
         """
 
     @abstractmethod
@@ -379,7 +380,7 @@ class Broker(ABC):
     the path of its key. It may be connected more than once, also at the same time.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: Capabilities = Capabilities()
     reply_patterns: ClassVar[tuple[str, ...]] = (f"{REPLY_PREFIX}*",)
     """The addresses (as `fnmatch` patterns) that handlers reply to unless ``replies_to=`` says otherwise."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -62,7 +61,7 @@ class MemoryBroker(Broker):
     limit that makes no sense.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    capabilities = Capabilities(
         settlement="immediate",
         retry=True,
         # asyncio rounds a timer up to its clock's resolution, and a busy loop adds its own latency.

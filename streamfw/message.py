@@ -212,7 +212,8 @@ class Outgoing(msgspec.Struct, gc=False, kw_only=True):
     """One message on its way to a broker, encoded.
 
     `delay` is in seconds from the broker's acceptance. `priority`: smaller comes first, where the broker has any.
-    `kept` False: nobody keeps it for groups that are yet to come; where none has subscribed it is `Unroutable`.
+    `kept` False (a reply to an inbox): nobody keeps it for groups that are yet to come; where none has subscribed it is
+    `Unroutable`. Sent only where `Capabilities.replies`.
     """
 
     name: str

@@ -65,7 +65,7 @@ class Settler:
     @property
     def busy(self) -> bool:
         """Whether something that ended is not settled yet."""
-        return self._settling or bool(self._done)
+        return self._settling or bool(self._done) or bool(self._burials)
 
     def hurry(self) -> None:
         """A worker ran dry: what is finished may be what keeps the prefetch full."""

@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import ClassVar
 
 import msgspec
 
@@ -43,7 +42,7 @@ class PositionalBroker(Broker):
     settlements. It has no retry, no release, no delay and no dead letters of its own.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    capabilities = Capabilities(
         settlement="positional",
         ordered_by=frozenset({"key", "partition"}),
         prefetch=500,

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import ClassVar
 
 from streamfw.broker import Broker, Capabilities, Connection, Delivery, Health, Settlement, Source, Subscription
 from streamfw.errors import (
@@ -40,7 +39,7 @@ class PushBroker(Broker):
     a pause, counts no attempts, and holds no order over several consumers.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(settlement="sent", release=True, kept=False)
+    capabilities = Capabilities(settlement="sent", release=True, kept=False)
 
     def __init__(self, url: str = "push://") -> None:
         super().__init__(url)

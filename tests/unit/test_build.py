@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -42,7 +42,7 @@ class Pool: ...
 class BareBroker(Broker):
     """Can do nothing by itself, and is never connected."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities = Capabilities()
 
     def connect(self) -> AbstractAsyncContextManager[Connection]:
         raise AssertionError("building does no I/O")

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from streamfw import config
-from streamfw.broker import Broker, Capabilities, Connection
+from streamfw.broker import Broker, Connection
 from streamfw.cli.program import program
 from streamfw.errors import BrokerUnavailable
 from streamfw.memory import MemoryBroker
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 class KeptBroker(Broker):
     """A memory broker as another package might register it: its messages are kept in this process, beyond commands."""
 
-    capabilities: ClassVar[Capabilities] = MemoryBroker.capabilities
+    capabilities = MemoryBroker.capabilities
     stores: ClassVar[dict[str, MemoryBroker]] = {}
 
     def __init__(self, url: str, *, max_body: int = 1000) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from ._app_delivery import AppDeliveryConformance
 from ._app_failure import AppFailureConformance
+from ._app_replies import AppRepliesConformance
 from ._delivery import DeliveryConformance
 from ._kit import ConformanceKit, Member
 from ._lifecycle import LifecycleConformance
@@ -43,7 +44,7 @@ class SourceConformance(
     """Connections and sources, driven by hand."""
 
 
-class AppConformance(AppDeliveryConformance, AppFailureConformance):
+class AppConformance(AppDeliveryConformance, AppFailureConformance, AppRepliesConformance):
     """Handlers in an `App`."""
 
 
