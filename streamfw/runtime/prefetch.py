@@ -42,6 +42,12 @@ class Prefetch:
         mean = size / count
         self.average = mean if mean > self.average else self.average * 0.9 + mean * 0.1
 
+    @property
+    def step(self) -> int:
+        """Of how many bodies to look at one. All are looked at while bytes may come to matter; otherwise some tell
+        enough, for a source keeps each fetch within the budget by itself."""
+        return 8 if 0 < self.average * self.size * 8 < self.max_bytes else 1
+
     def due(self, taken: int, now: float) -> bool:
         """Whether it is time for another look: a while has passed, or all there is room for was taken meanwhile."""
         if self._fixed:

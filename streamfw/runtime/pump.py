@@ -216,7 +216,8 @@ class Pump:
             if not batch:
                 raise BrokerClosed(f"{self.plan.where}: its source was stopped by somebody else")
             count = len(batch)
-            prefetch.saw(count, sum([len(d.body) for d in batch]) if type(batch[0].body) is bytes else count)
+            some = batch[:: prefetch.step]
+            prefetch.saw(len(some), sum([len(d.body) for d in some]) if type(some[0].body) is bytes else len(some))
             self._adapt()
             self.in_flight += count
             counters.fetched += count
