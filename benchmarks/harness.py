@@ -210,7 +210,8 @@ def _compare(goal: Goal, name: str, samples: Mapping[str, Sequence[Sample]], uni
     same = 0.0 if goal.measure == "over" else 1.0
     marks = ["indistinguishable"] if low <= same <= high else []
     if median([1 - sample.client / sample.wall for sample in samples[name]]) >= 0.5:
-        marks.append("server-bound")
+        # Without a server nobody is waited for but the machine, which had others to serve.
+        marks.append("server-bound" if any(sample.server for sample in samples[name]) else "disturbed")
     return Comparison(
         measure=goal.measure,
         reference=goal.reference,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import ClassVar
 
 from streamfw.broker import Broker, Capabilities, Connection, Delivery, Health, Settlement, Source, Subscription
 from streamfw.errors import PublishError, SettleError
@@ -74,9 +73,7 @@ class PreparedConnection(Connection):
 class PreparedBroker(Broker):
     """A broker with one source."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        retry=True, release=True, dead_letter=True, ordered_by=frozenset(["key"])
-    )
+    capabilities = Capabilities(retry=True, release=True, dead_letter=True, ordered_by=frozenset(["key"]))
 
     def __init__(self, source: PreparedSource) -> None:
         super().__init__("prepared://")

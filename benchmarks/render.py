@@ -20,7 +20,8 @@ Rendered by `python -m benchmarks render` from `docs/benchmarks.json`; no number
 All cases of a table ran in turn within each round, in rotating order. A figure is the median over the rounds, a
 comparison the median of the ratios within the rounds, with its 95 % interval (bootstrap over the rounds). The window
 closes at the last durable settlement. *Indistinguishable*: the interval holds "the same". *Server-bound*: the process
-waited for half of the time or more. A goal is met when the median meets it.
+waited for half of the time or more; *disturbed*: it did, and there is no server to wait for: the machine was busy with
+other things. A goal is met when the median meets it.
 """
 
 

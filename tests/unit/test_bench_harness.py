@@ -55,9 +55,11 @@ def test_ratios_are_taken_within_rounds_and_a_goal_is_met_by_their_median() -> N
 def test_what_waits_for_half_of_its_time_is_server_bound() -> None:
     hand = Case(name="hand", run=lambda n: took(1.0, 0.9), count=1)
     ours = Case(name="ours", run=lambda n: took(1.0, 0.5, 0.9), count=1, goals=[Goal(measure="cpu", reference="hand")])
-    _, result = measure(scenario(hand, ours), rounds=2, report=quiet)
-    assert result.comparisons[0].marks == ["server-bound"]
-    assert result.comparisons[0].met is None
+    alone = Case(name="alone", run=lambda n: took(1.0, 0.5), count=1, goals=[Goal(measure="cpu", reference="hand")])
+    _, served, disturbed = measure(scenario(hand, ours, alone), rounds=2, report=quiet)
+    assert served.comparisons[0].marks == ["server-bound"]
+    assert served.comparisons[0].met is None
+    assert disturbed.comparisons[0].marks == ["disturbed"]
 
 
 def test_costs_over_a_reference_are_in_units() -> None:
