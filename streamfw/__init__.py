@@ -61,6 +61,7 @@ from .errors import (
     Unavailable,
     Unroutable,
     Unsupported,
+    WorkerDied,
 )
 from .handler import Attempt, DeliveryField, Header, MessageBatch, State, UnitConnection
 from .message import Headers, Message, Outgoing
@@ -70,6 +71,7 @@ from .outlet import NextPublish, PublishMiddleware
 from .publisher import Publisher
 from .router import Router
 from .subscriber import Batch, subscriber
+from .sync_publisher import SyncPublisher
 
 __all__ = [
     "Ack",
@@ -130,11 +132,13 @@ __all__ = [
     "State",
     "StreamError",
     "Subscription",
+    "SyncPublisher",
     "TooLarge",
     "Unavailable",
     "UnitConnection",
     "UnitOfWork",
     "Unroutable",
     "Unsupported",
+    "WorkerDied",
     "subscriber",
 ]

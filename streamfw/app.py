@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, TypeVar, Unpack
 
 import msgspec
@@ -26,11 +27,14 @@ from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, Not
 from .lifespan import Lifespan, find_state, lifespan_mistakes, open_lifespan, state_type
 from .middleware import Middleware
 from .outlet import Outlet, PublishMiddleware, PublishOptions
+from .placement import offload_mistakes
 from .publisher import Publisher
 from .router import Router
+from .runtime import blocking
 from .runtime.pump import Pump
 from .runtime.replies import Inbox
 from .runtime.settler import backoff
+from .runtime.watchdog import Watchdog
 from .subscriber import Declaration, Options, declarations, subscriber
 
 __all__ = ["App", "AppHealth"]
@@ -64,6 +68,9 @@ class App:
       bodies are encoded (default JSON).
     - `publishers`: `Publisher` objects that belong to this app.
     - `drain_timeout`: seconds that handlers may take to finish when the app stops.
+    - `threads`: how many `def` handlers may run at the same time (default 40). `processes`: how many child processes
+      handlers with ``run_in="process"`` have (default: one for each of their workers).
+    - `watchdog`: seconds that a handler may block the event loop before the log says so (default 1.0; None: never).
     - `config`: the configuration file (default ``streamfw.toml``, if there is one).
 
     Arguments win over the environment, the environment over the file. Both are read once, by `build` or by the first
@@ -81,11 +88,18 @@ class App:
         publishers: Sequence[Publisher[Any]] = (),
         codec: Codec | None = None,
         drain_timeout: float | None = None,
+        threads: int | None = None,
+        processes: int | None = None,
+        watchdog: float | EllipsisType | None = ...,
         config: str | Path | None = None,
     ) -> None:
         self._handlers: list[Callable[..., Any] | Router] = list(subscribers)
-        self._name, self._drain_timeout, self._config = name, drain_timeout, config
-        self._mistakes: list[tuple[str, str]] = []
+        self._name, self._config = name, config
+        options = {"drain_timeout": drain_timeout, "threads": threads, "processes": processes}
+        self._given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
+        if watchdog is not ...:
+            self._given["watchdog"] = watchdog
+        self._mistakes: list[tuple[str, str]] = list(offload_mistakes(self._given))
         given: object = brokers or {}
         if not isinstance(given, Mapping):
             self._mistakes.append(("brokers", f'names and their URLs, {{"default": ..}}, not {type(given).__name__}'))
@@ -106,6 +120,7 @@ class App:
         self._failure: BaseException | None = None
         self._host: asyncio.Task[Any] | None = None
         self._interrupted = self._draining = False
+        self._ends_the_process = False  # who runs it: a drain may leave threads behind then
         self._on_connect: Callable[[str, Connection], None] | None = None  # for tests, which watch what is published
         self.state: tuple[object, ...] = ()
 
@@ -153,8 +168,8 @@ class App:
             settings, errors = read(self._config)
             if self._name is not None:
                 settings.name = self._name
-            if self._drain_timeout is not None:
-                settings.drain_timeout = self._drain_timeout
+            for option, value in self._given.items():
+                setattr(settings, option, value)
             if errors:
                 return settings, errors
             self._settings = settings
@@ -255,6 +270,7 @@ class App:
         Raises what `build` raises, a `BrokerError` that waiting cannot help, and, inside the body, the error that
         ended a subscriber (the body is cancelled then).
         """
+        self._not_in_a_child()
         if self._running:
             raise NotRunning("the app runs already")
         built = self.build()
@@ -270,6 +286,8 @@ class App:
                     )
                 self.state = await self._enter_lifespan(stack)
                 self._bind_states(built)
+                await stack.enter_async_context(built.offload.running())
+                self._watch_the_loop(stack)
                 stack.push_async_callback(self._drain)
                 await self._start(built)
                 self._started = True
@@ -285,6 +303,20 @@ class App:
                 host.uncancel()
         if self._failure is not None:
             raise self._failure
+
+    @staticmethod
+    def _not_in_a_child() -> None:
+        if blocking.IN_CHILD:
+            raise RuntimeError(
+                "a process for handlers has imported this module, and that has run the app: what runs it belongs under "
+                "`if __name__ == '__main__':`"
+            )
+
+    def _watch_the_loop(self, stack: AsyncExitStack) -> None:
+        if self.settings.watchdog:
+            watchdog = Watchdog(self.settings.watchdog, lambda: self._pumps)
+            watchdog.start()
+            stack.callback(watchdog.stop)
 
     async def _connect(self, stack: AsyncExitStack, name: str, broker: Broker) -> Connection:
         connection = await stack.enter_async_context(broker.connect())
@@ -350,7 +382,8 @@ class App:
 
     async def _drain(self) -> None:
         """Drain all pumps under one deadline. A cancellation that arrives meanwhile (ours may be late) is not lost, and
-        does not leave sources open: it is raised when the drain is over, which is bounded."""
+        does not leave sources open: it is raised when the drain is over, which is bounded (but for handlers that run
+        in threads)."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
         drained = asyncio.ensure_future(self._drain_all(deadline))
@@ -364,13 +397,24 @@ class App:
             raise asyncio.CancelledError
 
     async def _drain_all(self, deadline: float) -> None:
-        ends = (pump.drain(deadline) for pump in self._pumps)
+        ends = (pump.drain(deadline, self._ends_the_process) for pump in self._pumps)
         failed = await asyncio.gather(*ends, return_exceptions=True)
+        if any(pump.stuck for pump in self._pumps):
+            self._leave_threads_behind()
         # Last: handlers that finish may still wait for replies.
         failed += await asyncio.gather(*(inbox.close() for inbox in self._inboxes.values()), return_exceptions=True)
         for error in failed:
             if isinstance(error, BaseException):
                 logger.error("while draining: %r", error, exc_info=error)
+
+    def _leave_threads_behind(self) -> None:
+        """End the process, with threads that still handle messages. Nothing that they use is closed, and their
+        deliveries are not given back: nobody else may have them while the threads live, and those end with the
+        process. To the broker it is a crash with these deliveries at hand."""
+        logger.error("the drain is over, but handlers run in threads: ending the process; their messages come again")
+        if self._built is not None:
+            self._built.offload.end_at_once()
+        blocking.end_the_process()
 
     def health(self) -> AppHealth:
         """Whether the app runs and every subscriber has a live source; no I/O."""
@@ -395,6 +439,7 @@ class App:
         """
         from .runtime.main import run
 
+        self._not_in_a_child()
         code = run(self, wait)
         if code:
             sys.exit(code)

@@ -26,7 +26,9 @@ from .middleware import Middleware, compose
 from .options import codec_mistake, middleware_mistakes, option_mistakes
 from .outcome import DeadLetter, Outcome, Policy
 from .outlet import Outlet, PublishMiddleware, send
+from .placement import place_of, placement_mistakes
 from .publisher import Publisher
+from .runtime.blocking import Offload
 from .runtime.plan import Plan
 from .runtime.replies import Inbox, replying
 from .runtime.transaction import transactional
@@ -62,6 +64,7 @@ class Built(msgspec.Struct, kw_only=True):
     subscribers: list[BuiltSubscriber]
     publishers: list[Publisher[Any]]
     outlets: dict[str, Outlet]
+    offload: Offload
 
 
 class Builder:
@@ -83,6 +86,7 @@ class Builder:
         self._publish_middleware, self._inbox = publish_middleware, inbox
         self._connection, self._state_type = connection, state_type
         self._outlets: dict[str, Outlet] = {}
+        self._offload = Offload(settings.threads, settings.processes)
         self._given = brokers
         self._errors: list[StreamError] = list(mistakes)
         self._brokers: dict[str, Broker] = {}
@@ -112,7 +116,13 @@ class Builder:
         if self._errors:
             lines = "".join(f"\n  {number}. {error}" for number, error in enumerate(self._errors, 1))
             raise ExceptionGroup(f"the app cannot be built:{lines}\n", self._errors)
-        return Built(brokers=self._brokers, subscribers=subscribers, publishers=self._publishers, outlets=self._outlets)
+        return Built(
+            brokers=self._brokers,
+            subscribers=subscribers,
+            publishers=self._publishers,
+            outlets=self._outlets,
+            offload=self._offload,
+        )
 
     def wrong(self, where: str, message: str) -> None:
         """Note a mistake that `build` will raise with the others."""
@@ -225,8 +235,11 @@ class Builder:
         codec = d.codec or self._codec
         if codec_mistake(codec) is not None:
             codec = JsonCodec()
+        place = place_of(d.handler, d.run_in)
+        for mistake in placement_mistakes(d, codec, self._settings):
+            self._wrong(d, mistake)
         try:
-            compiled = compile_call(d.handler, codec, d.where, batch=d.batch is not None, decoder=decoder)
+            compiled = compile_call(d.handler, codec, d.where, batch=d.batch is not None, place=place, decoder=decoder)
         except ExceptionGroup as errors:
             self._errors.extend(error for error in errors.exceptions if isinstance(error, StreamError))
             return None
@@ -236,7 +249,8 @@ class Builder:
         for parameter, (name, _) in compiled.publishers.items():
             publisher: Publisher[Any] = Publisher(name, broker=d.broker)
             self._bind(publisher, f"{d.where}, parameter {parameter!r}")
-            compiled.bind(parameter, publisher)
+            blocking = parameter in compiled.blocking
+            compiled.bind(parameter, self._offload.blocking(publisher) if blocking else publisher)
         return compiled
 
     def _check_states(self, d: Declaration, compiled: Compiled) -> None:
@@ -262,6 +276,7 @@ class Builder:
         self, d: Declaration, subscription: Subscription, capabilities: Capabilities, compiled: Compiled
     ) -> BuiltSubscriber:
         policy = Policy(d.attempts, d.backoff, d.on_error, subscription.dead_letter is not None)
+        self._offload.take(d, d.codec or self._codec, compiled)
         call: Call = compiled.call
         if d.publishes is not None:
             publisher: Publisher[Any] = Publisher(d.publishes, broker=d.broker)

@@ -19,11 +19,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
@@ -53,7 +51,11 @@ class SubscriberSettings(msgspec.Struct, kw_only=True):
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """The settings of an app. `drain_timeout` and `wait` are in seconds.
+    """The settings of an app. `drain_timeout`, `wait` and `watchdog` are in seconds.
+
+    `threads` and `processes`: how many `def` handlers run at the same time, and how many child processes handlers have
+    (None: one for each worker that needs one). `watchdog`: how long a handler may block the event loop before the log
+    says so; 0 or None: for ever.
 
     `wait`: how long a server that is away at start is waited for; None: for ever. `brokers` maps a name to its URL and
     the options of that kind of broker.
@@ -61,6 +63,9 @@ class Settings(msgspec.Struct, kw_only=True):
 
     name: str = "default"
     drain_timeout: float = 30.0
+    threads: int = 40
+    processes: int | None = None
+    watchdog: float | None = 1.0
     wait: float | None = None
     uvloop: bool = True
     brokers: dict[str, dict[str, Any]] = {}
@@ -129,6 +134,8 @@ def _parsed(path: Path, required: bool) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    import tomllib
+
     try:
         return tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -217,7 +224,10 @@ class _Reading:
     def check_ranges(self, settings: Settings) -> None:
         if not settings.name:
             self.wrong("name", "the name of an app is not empty")
-        for path in ("drain_timeout", "wait"):
+        for path in ("threads", "processes"):
+            if (most := getattr(settings, path)) is not None and most < 1:
+                self.wrong(path, f"{most} is below 1")
+        for path in ("drain_timeout", "wait", "watchdog"):
             value = getattr(settings, path)
             if value is not None and not 0 <= value < 10**9:
                 self.wrong(path, f"{value} is no number of seconds, zero or more")
@@ -242,6 +252,8 @@ def near(word: str, words: Iterable[str]) -> str:
 
 def schemes() -> dict[str, Any]:
     """The installed brokers: URL scheme to entry point."""
+    from importlib.metadata import entry_points  # a fifth of what importing streamfw would cost
+
     return {point.name: point for point in entry_points(group="streamfw.brokers")}
 
 

@@ -24,7 +24,8 @@
     ├── MessageError             a message that never reaches its handler
     │   ├── DecodeError
     │   └── ArgumentError        a header or another argument of the handler
-    └── PartialFailure           raised by a batch handler: these elements failed
+    ├── PartialFailure           raised by a batch handler: these elements failed
+    └── WorkerDied               the process that a handler ran in ended (run_in="process")
 
 Messages of errors never hold a password: URLs are shown by `redact`.
 """
@@ -64,6 +65,7 @@ __all__ = [
     "Unavailable",
     "Unroutable",
     "Unsupported",
+    "WorkerDied",
     "redact",
 ]
 
@@ -208,6 +210,14 @@ class PartialFailure(StreamError):
     def __init__(self, errors: Mapping[int, BaseException]) -> None:
         super().__init__(f"{len(errors)} elements of the batch failed: {dict(list(errors.items())[:3])!r}")
         self.errors = dict(errors)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PartialFailure, (self.errors,)
+
+
+class WorkerDied(StreamError):
+    """The process that a handler ran in (``run_in="process"``) ended before the handler did: killed by somebody or by
+    the kernel (out of memory), or crashed. It counts as a failure of the message that was in it."""
 
 
 def redact(url: str) -> str:

@@ -20,6 +20,9 @@ from .codec import Codec, JsonCodec
 from .errors import ArgumentError, BuildError, DecodeError
 from .message import Headers, Message
 from .outcome import Outcome
+from .placement import Place, parameter_mistake, plain
+from .publisher import Publisher
+from .sync_publisher import SyncPublisher
 
 __all__ = [
     "Attempt",
@@ -90,7 +93,8 @@ class Compiled(msgspec.Struct, kw_only=True):
     """A compiled handler. `call` takes a delivery (or a `MessageBatch`) and returns the handler's coroutine.
 
     `decode` is the element decoder of a batch. `states` are the types to bind before the first call, by `bind_state`.
-    `publishers` are the names that parameters publish to, with the parameter's name.
+    `publishers` are the names that parameters publish to, with the parameter's name; `blocking` those of them that
+    take a `SyncPublisher`. `arguments` are the parameters, in order. `raw_body` is the parameter that gets the body as it is, because it is decoded where the handler runs.
     """
 
     call: Call
@@ -99,8 +103,15 @@ class Compiled(msgspec.Struct, kw_only=True):
     decode: Callable[[Any], Any] | None = None
     states: dict[str, Any] = {}
     publishers: dict[str, tuple[str, Any]] = {}
+    blocking: set[str] = set()
     uses_unit: bool = False
+    arguments: dict[str, str] = {}
+    raw_body: str | None = None
     returns_value: bool = True
+
+    def call_instead(self, runner: Callable[..., Awaitable[Any]]) -> None:
+        """Call `runner` with the arguments, in the place of a handler that does not run in the event loop."""
+        self.names["_handler"] = runner
 
     def bind(self, parameter: str, value: object) -> None:
         """Give the value of a parameter that is the same for every message."""
@@ -110,9 +121,10 @@ class Compiled(msgspec.Struct, kw_only=True):
 class _Builder:
     """Collects the lines of one call while it goes over the parameters."""
 
-    def __init__(self, handler: Callable[..., Any], where: str, batch: bool) -> None:
-        self.handler, self.where, self.batch = handler, where, batch
-        self.names: dict[str, Any] = {"_handler": handler, "_argument": _argument_error, "_undecoded": _decode_error}
+    def __init__(self, handler: Callable[..., Any], where: str, batch: bool, place: Place) -> None:
+        self.handler, self.where, self.batch, self.place = handler, where, batch, place
+        self.names: dict[str, Any] = {"_handler": handler, "_argument": _argument_error}
+        self.names |= {"_undecoded": _decode_error, "_plain": plain}
         self.early: list[str] = []
         self.arguments: dict[str, str] = {}  # expressions, in the order of the parameters
         self.keyword_only: set[str] = set()
@@ -120,7 +132,8 @@ class _Builder:
         self.errors: list[BuildError] = []
         self.states: dict[str, Any] = {}
         self.publishers: dict[str, tuple[str, Any]] = {}
-        self.uses_unit = False
+        self.blocking: set[str] = set()
+        self.uses_unit = self.raw_body = self.takes_message = False
 
     def error(self, message: str) -> None:
         self.errors.append(BuildError(self.where, message))
@@ -136,7 +149,8 @@ class _Builder:
             if self.marked(parameter, kind, marker):
                 return None
         if kind is Message:
-            return self.per_message(name, "message")
+            self.takes_message = True
+            return self.per_message(name, "_plain(message)" if self.place == "process" else "message")
         if _is_publisher(kind):
             return self.error(
                 f"parameter {name!r} is an unbound publisher: say where it publishes, "
@@ -160,21 +174,30 @@ class _Builder:
         elif isinstance(marker, Header):
             self.header(parameter, kind, marker.name)
         elif marker is State or isinstance(marker, State):
+            self.refuse(name, kind, "state")
             self.states[name] = kind
             self.arguments[name] = f"_bound_{name}"
         elif isinstance(marker, DeliveryField):
             self.per_message(name, f"message.{marker.field}")
         elif marker is UnitConnection or isinstance(marker, UnitConnection):
+            self.refuse(name, kind, "transaction")
             optional = type(None) in get_args(kind)
             self.uses_unit = self.uses_unit or not optional
             without = " if message.unit is not None else None" if optional else ""
             self.arguments[name] = f"(message.unit.connection{without})"
         elif _is_publisher(kind) and isinstance(marker, str):
+            self.refuse(name, get_origin(kind) or kind, "publisher")
+            if issubclass(get_origin(kind) or kind, SyncPublisher):
+                self.blocking.add(name)
             self.publishers[name] = (marker, next(iter(get_args(kind)), None))
             self.arguments[name] = f"_bound_{name}"
         else:
             return False
         return True
+
+    def refuse(self, name: str, kind: Any, what: str) -> None:
+        if (mistake := parameter_mistake(self.place, name, kind, what)) is not None:
+            self.error(mistake)
 
     def per_message(self, name: str, expression: str) -> None:
         if self.batch:
@@ -203,19 +226,19 @@ def compile_call(
     where: str,
     *,
     batch: bool = False,
+    place: Place = "loop",
     decoder: Callable[[Any], Callable[[Any], Any] | None] = lambda annotation: None,
 ) -> Compiled:
     """Compile `handler` into a call.
 
-    `decoder` is the source's own way to the body's annotation (None: the codec's). Raises an `ExceptionGroup` of
+    `decoder` is the source's own way to the body's annotation (None: the codec's). `place` is where the handler runs;
+    elsewhere than in the loop, `Compiled.call_instead` is still to be told how. Raises an `ExceptionGroup` of
     `BuildError`, one for each mistake in the signature.
     """
-    build = _Builder(handler, where, batch)
-    if not inspect.iscoroutinefunction(handler):
-        build.error("a handler is an `async def` function")
+    build = _Builder(handler, where, batch, place)
     for parameter, hint in _parameters(handler, build):
         build.parameter(parameter, hint)
-    if build.body is None and not build.errors and "message" not in build.arguments.values():
+    if build.body is None and not build.errors and not build.takes_message:
         build.error("no parameter takes the body: the first one without a marker does")
     decode, body = _decoder(build, codec, decoder)
     if build.errors:
@@ -229,6 +252,9 @@ def compile_call(
         states=build.states,
         publishers=build.publishers,
         uses_unit=build.uses_unit,
+        blocking=build.blocking,
+        arguments=build.arguments,
+        raw_body=build.body[0] if build.raw_body and build.body is not None else None,
         returns_value=_returns_value(handler),
     )
 
@@ -274,7 +300,9 @@ def _decoder(build: _Builder, codec: Codec, own: Callable[[Any], Any]) -> tuple[
         if hint is Message:
             return None, Message
     try:
-        return own(hint) or codec.decoder(hint), hint
+        given = own(hint)
+        build.raw_body = given is None and not build.batch and build.place == "process"
+        return given or codec.decoder(hint), hint
     except Exception as error:  # msgspec's TypeError, or what a codec of somebody's own raises
         build.error(f"parameter {name!r}: a body cannot be decoded as {hint!r}: {error}")
         return None, None
@@ -283,7 +311,12 @@ def _decoder(build: _Builder, codec: Codec, own: Callable[[Any], Any]) -> tuple[
 def _generate(build: _Builder, decode: Callable[[Any], Any] | None) -> Call:
     lines = ["def call(message):"]
     if build.batch:
-        build.arguments = {n: "message.values" if e == "_body" else e for n, e in build.arguments.items()}
+        values = "message.values"
+        if decode is None and build.place == "process":  # of messages as they are
+            values = f"[_plain(one) for one in {values}]"
+        build.arguments = {n: values if e == "_body" else e for n, e in build.arguments.items()}
+    elif build.raw_body:
+        lines.append("    _body = message.body")
     elif decode is not None:
         build.names["_decode"] = decode
         lines += ["    try:", "        _body = _decode(message.body)"]
@@ -342,7 +375,5 @@ def _header_getter(name: str, kind: Any, optional: bool, default: Any) -> Callab
 
 
 def _is_publisher(kind: Any) -> bool:
-    from .publisher import Publisher
-
     kind = get_origin(kind) or kind
-    return isinstance(kind, type) and issubclass(kind, Publisher)
+    return isinstance(kind, type) and issubclass(kind, Publisher | SyncPublisher)

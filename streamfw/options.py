@@ -77,6 +77,9 @@ def _kinds(d: Declaration) -> Iterator[tuple[str, str]]:
         yield "codec", mistake
     for mistake in middleware_mistakes(d.middleware):
         yield "middleware", mistake
+    run_in: object = d.run_in
+    if run_in is not None and run_in not in ("thread", "process"):
+        yield "run_in", f'{run_in!r} is neither "thread" nor "process"'
     patterns: object = d.replies_to
     if patterns is not None and (
         not isinstance(patterns, Sequence) or isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns)

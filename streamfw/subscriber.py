@@ -12,6 +12,7 @@ from .broker import Order
 from .codec import Codec
 from .middleware import Middleware
 from .outcome import Backoff, ErrorRule
+from .placement import RunIn
 
 __all__ = ["ATTRIBUTE", "Batch", "Declaration", "Options", "declarations", "declare", "subscriber"]
 
@@ -47,6 +48,7 @@ class Declaration(msgspec.Struct, kw_only=True):
     on_error: Mapping[type[BaseException], ErrorRule] = {}
     dead_letter: str | None = DEFAULT_DEAD_LETTER
     timeout: float | None = None
+    run_in: RunIn | None = None
     prefetch: int | None = None
     max_bytes: int = 64 * 1024 * 1024
     held: int = 10_000
@@ -83,6 +85,7 @@ class Options(TypedDict, total=False):
     on_error: Mapping[type[BaseException], ErrorRule] | None
     dead_letter: str | None
     timeout: float | None
+    run_in: RunIn | None
     prefetch: int | None
     max_bytes: int
     held: int
@@ -107,7 +110,10 @@ def subscriber(source: str | object, /, **options: Unpack[Options]) -> Callable[
     - `attempts`: deliveries, the first included, before the dead letter; None: for ever. `backoff`: the pauses between.
       `on_error`: outcomes by type of exception, the first match wins.
     - `dead_letter`: the name failed messages go to (default ``<name>.dead``); None discards them.
-    - `timeout`: seconds a handler may take; it is cancelled then, and counts as failed.
+    - `timeout`: seconds a handler may take; it is cancelled then, and counts as failed (a thread cannot be cancelled:
+      it is waited for, and then counts as failed).
+    - `run_in`: where a `def` handler runs: ``"thread"`` (the default), or ``"process"`` for work that keeps a processor
+      busy. An `async def` handler runs in the event loop.
     - `prefetch`: messages to hold in this process (default: adapts itself). `max_bytes`: their bodies, at most.
     - `held`: how many messages may wait behind keys that wait for a retry, before fetching stops.
     - `codec`, `middleware`: this subscriber's own, inside the app's.
@@ -129,7 +135,7 @@ def subscriber(source: str | object, /, **options: Unpack[Options]) -> Callable[
         try:
             vars(handler).setdefault(ATTRIBUTE, []).append(declaration)
         except (TypeError, AttributeError):
-            raise TypeError(f"@subscriber marks an `async def` function, not {handler!r}") from None
+            raise TypeError(f"@subscriber marks a function, not {handler!r}") from None
         return handler
 
     return mark

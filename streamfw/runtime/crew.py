@@ -19,6 +19,7 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
@@ -32,32 +33,13 @@ from streamfw.outcome import ACK, RELEASE, Outcome, Policy
 from .context import apart, clean_context, one_turn
 from .lanes import Lanes
 from .signal import Signal
+from .slot import DRAIN, SLOT, Slot
 
 __all__ = ["Crew", "Slot"]
 
+GRACE = 5.0  # seconds that what was cancelled may take to end
+REMIND = 30.0  # seconds between two words about handlers that still run in threads
 SLICE = 0.001  # seconds a pump may run in one turn of the loop (a turn costs 2 us: 0.2 per cent)
-
-
-class Slot:
-    """What others know of a worker. `message` is what its handler runs on, since `started` (the timer reads both).
-
-    `holds` is what it will begin next, while it lets the loop turn or lingers: whoever holds or ends the crew takes it
-    away by emptying the list, so a worker looks there when it goes on.
-    """
-
-    __slots__ = ("expired", "holds", "message", "spoiled", "started", "task")
-    task: asyncio.Task[None]
-
-    def __init__(self) -> None:
-        self.started = 0.0
-        self.message: object = None
-        self.spoiled = False  # somebody cancelled the task: not fit for another message
-        self.expired = False  # it was the timeout
-        self.holds: list[Delivery] = []
-
-    @property
-    def busy(self) -> bool:
-        return self.message is not None or bool(self.holds)
 
 
 class Crew:
@@ -86,6 +68,7 @@ class Crew:
         self.idle: list[Signal] = []
         self.shelf: list[Delivery] | None = None  # what is ready while the pump is held, where no worker looks
         self.stopping = False
+        self.leave_threads = self.stuck = self._told_stubborn = False
         self.isolated = False
         self.replaced = self.timeouts = 0
         self.quiet: set[Signal] = set()  # of those who wait until nothing runs
@@ -111,9 +94,11 @@ class Crew:
         return self._work(slot)
 
     def _spawn(self) -> None:
-        slot = Slot()
+        slot = Slot(self.clock)
         self.slots.add(slot)
-        slot.task = self._loop.create_task(self.work(slot), context=self._context.copy())
+        context = self._context.copy()
+        context.run(SLOT.set, slot)
+        slot.task = self._loop.create_task(self.work(slot), context=context)
         slot.task.add_done_callback(partial(self._ended, slot))
 
     def _ended(self, slot: Slot, task: asyncio.Task[None]) -> None:
@@ -351,19 +336,46 @@ class Crew:
         self._take_begun()
 
     async def end(self, deadline: float) -> None:
-        """Let what runs finish until `deadline` (of the loop's clock), then cancel it. Needs `abandon` first."""
+        """Let what runs finish until `deadline` (of the loop's clock), then cancel it. Needs `abandon` first.
+
+        A thread cannot be cancelled, and its delivery must not go to others while it runs: it is waited for, however
+        long it takes. With `leave_threads` it is left behind after `GRACE`; then `stuck` is true, and the source must
+        not be closed, because that would give the delivery back.
+        """
         while self.idle:
             self.idle.pop().set()
         late = {slot.task for slot in self.slots}
         if late:
             _, late = await asyncio.wait(late, timeout=max(0.0, deadline - self._loop.time()))
+        told = -math.inf
         while late:  # a handler may swallow one cancellation; it is told again
             for slot in self.slots:
                 slot.spoiled = True
-                slot.task.cancel()
+                slot.task.cancel(DRAIN)
+            in_threads = [slot for slot in self.slots if slot.in_thread]
+            now = self._loop.time()
+            if in_threads and now >= told + REMIND:
+                told = now
+                self._tell_of_threads(in_threads)
             _, late = await asyncio.wait(late, timeout=1.0)
-            if late and self._loop.time() > deadline + 5.0:
-                self.warn(f"{len(late)} handlers do not end when they are cancelled; they are left behind")
+            if late and self._loop.time() > deadline + GRACE and self._leave(late):
                 break
         if self._alarm is not None:
             self._alarm.cancel()
+
+    def _tell_of_threads(self, slots: list[Slot]) -> None:
+        ids = ", ".join(identity for slot in slots for identity in slot.message_ids[:3])
+        self.warn(
+            f"the time to drain is over, and {len(slots)} handlers still run in threads, which cannot be cancelled: "
+            f"messages {ids}"
+        )
+
+    def _leave(self, late: set[asyncio.Task[None]]) -> bool:
+        """What to do about those that do not end: True to leave them behind."""
+        in_threads = late & {slot.task for slot in self.slots if slot.in_thread}
+        stubborn = len(late - in_threads)
+        if stubborn and not self._told_stubborn:
+            self._told_stubborn = True
+            self.warn(f"{stubborn} handlers do not end when they are cancelled; they are left behind")
+        self.stuck = self.leave_threads and bool(in_threads)
+        return self.stuck or not in_threads

@@ -53,6 +53,7 @@ def run(app: App, wait: float | None = None, tie: Tie | None = None) -> int:
         return 1
     if wait is not None:
         app.settings.wait = wait
+    app._ends_the_process = True
     return _run(_main(app, tie), uvloop=app.settings.uvloop)
 
 

@@ -138,13 +138,22 @@ class Pump:
             self.state, self.error = "stopped", error
             self._failed(error)
 
-    async def drain(self, deadline: float) -> None:
+    @property
+    def stuck(self) -> bool:
+        """Whether the drain left threads behind: then its source is still open, or their deliveries would be given
+        to others while they run."""
+        return self.crew.stuck
+
+    async def drain(self, deadline: float, leave_threads: bool = False) -> None:
         """Stop fetching, let handlers finish until `deadline`, cancel the rest, flush, close.
+
+        Handlers in threads are waited for, however long they take, or (`leave_threads`) left behind; see `Crew.end`.
 
         What has not begun is left to `Source.close`, which releases it with no attempt counted. Whatever the source
         raises meanwhile is logged: closing goes on.
         """
         self._stopping = True
+        self.crew.leave_threads = leave_threads
         if self.state == "live":
             self.state = "draining"
         self.crew.abandon()
@@ -154,7 +163,8 @@ class Pump:
             last = await self._end_tasks(deadline)
             left = last - asyncio.get_running_loop().time()
             await self._safely("flush", self.source.flush(last), left + GRACE)
-        await self._safely("close", self.source.close(), GRACE)
+        if not self.stuck:
+            await self._safely("close", self.source.close(), GRACE)
         self.state = "stopped"
 
     async def _end_tasks(self, deadline: float) -> float:

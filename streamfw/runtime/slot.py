@@ -1,0 +1,59 @@
+"""What others know of a worker, and how code that runs for it finds that."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from streamfw.broker import Delivery
+
+__all__ = ["DRAIN", "SLOT", "Slot"]
+
+DRAIN = "the app stops"
+"""The message of a cancellation by the drain: who cannot be cancelled may go on and end well."""
+
+
+class Slot:
+    """What others know of a worker. `message` is what its handler runs on, since `started` (the timer reads both).
+
+    `holds` is what it will begin next, while it lets the loop turn or lingers: whoever holds or ends the crew takes it
+    away by emptying the list, so a worker looks there when it goes on. `in_thread`: its handler runs in a thread now.
+    """
+
+    __slots__ = ("clock", "expired", "holds", "in_thread", "message", "spoiled", "started", "task")
+    task: asyncio.Task[None]
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.started = 0.0
+        self.in_thread = False
+        self.message: object = None
+        self.spoiled = False  # somebody cancelled the task: not fit for another message
+        self.expired = False  # it was the timeout
+        self.holds: list[Delivery] = []
+
+    @property
+    def busy(self) -> bool:
+        return self.message is not None or bool(self.holds)
+
+    @property
+    def message_ids(self) -> list[str]:
+        """Of what its handler runs on: one, or a batch."""
+        one: Any = self.message
+        return [str(message.message_id) for message in getattr(one, "messages", () if one is None else (one,))]
+
+    def wait(self) -> None:
+        """Its handler waits for a thread or a process; that time is not the handler's."""
+        self.started = math.inf
+
+    def begin(self, in_thread: bool) -> None:
+        """Its handler begins. Called from the thread as well: nobody else touches the slot meanwhile."""
+        self.started = self.clock()
+        self.in_thread = in_thread
+
+
+SLOT: ContextVar[Slot] = ContextVar("streamfw_slot")
+"""The slot that this code runs for. Set once a worker, in the context its task starts from."""
