@@ -25,6 +25,7 @@ from typing import Any
 from tests.faults.cuts import cut_run
 from tests.faults.kills import KillRun, kill_run, poison_run
 from tests.faults.ledger import Verdict
+from tests.faults.operations import reload_run, service_run
 from tests.services import postgres as services
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,11 +75,25 @@ def _cuts(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
     return {"faults": faults, "outcome_unknown": run.unknown, **_checked(run.verdict)}
 
 
+def _operations(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+    """Each form of a queue in turn."""
+    form = ("lease", "rowlock")[seed % 2]
+    parts = {name: directory / name for name in ("service", "reload")}
+    for path in parts.values():
+        path.mkdir()
+    service = asyncio.run(service_run(server.facts.dsn, parts["service"], seed=seed, each=5, form=form))
+    reload = asyncio.run(reload_run(server.facts.dsn, parts["reload"], seed=seed, each=5, form=form))
+    faults = {**service.operations, **reload.operations}
+    checked = _summed([_checked(service.verdict), _checked(reload.verdict)])
+    return {"kills": faults.pop("kill"), "faults": faults, **checked}
+
+
 SUITES = (
     Suite("postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills),
     Suite("postgres-lease-poison", "one message in 1,000 that kills its process, attempts=3", 3, _poison),
     Suite("postgres-rowlock-kills", "the same by row locks, every other round with attempts counted", 10, _lock_kills),
     Suite("postgres-rowlock-poison", "the same by row locks: one message that kills its process", 3, _lock_poison),
+    Suite("operations", "a service reloaded, restarted, replaced and killed under load, 20 times each", 4, _operations),
     Suite("postgres-lease-cuts", "connections, backends and the server cut under a running app", 10, _cuts),
 )
 
