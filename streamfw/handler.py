@@ -356,10 +356,9 @@ def _header_getter(name: str, kind: Any, optional: bool, default: Any) -> Callab
 
     def get(headers: Headers) -> Any:
         found = None
-        for key, value in reversed(headers.pairs):  # written out: `Headers.raw` and `[]` cost three times as much
+        for key, value in headers.pairs:  # written out: `Headers.raw` and `[]` cost three times as much
             if key == name:
-                found = value
-                break
+                found = value  # the last one counts, and to go backwards would make an iterator
         if found is None:
             if optional:
                 return default
