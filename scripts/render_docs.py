@@ -1,15 +1,28 @@
-"""Render docs/reliability/README.md from its results; `--check` only says whether it is up to date."""
+"""Render the pages that come from code and results: docs/configuration.md and docs/reliability/README.md.
+
+`--check` writes nothing and ends with 1 where a page is not up to date.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "reliability"
+import msgspec
 
-HEAD = """\
+from streamfw.config import Settings, SubscriberSettings
+from streamfw.memory import MemoryBroker
+from streamfw_postgres import PostgresBroker
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+RELIABILITY = """\
 # Reliability
 
 What `make soak` found: each suite kills processes or cuts transports while messages flow, against a real server that
@@ -20,6 +33,83 @@ anything lost, fails the suite. This page is rendered from `results.json`; no fi
 | suite | rounds | published | handled | lost | duplicates, explained | faults |
 |---|---|---|---|---|---|---|
 """
+
+CONFIGURATION = """\
+# Configuration
+
+Arguments of `App` win over the environment, the environment over `streamfw.toml` (where the process runs, or the file
+that `STREAMFW_CONFIG` or `streamfw run --config` names), the file over defaults. Each wrong key or value is an error
+that names its path, and all of them come together. A variable's name is `STREAMFW_`, the path in capitals, and `__`
+between its parts. This page is rendered from the code.
+"""
+
+
+# -- configuration
+
+
+def described(owner: type) -> dict[str, str]:
+    """What the docstring's bullets say of each option."""
+    text = inspect.cleandoc(owner.__doc__ or "")
+    found: dict[str, str] = {}
+    for bullet in re.findall(r"^- (`.+?(?:\n  .+)*)$", text, re.M):
+        names, _, says = " ".join(bullet.split()).partition(": ")
+        for name in re.findall(r"`(\w+)`", names):
+            found[name] = says
+    return found
+
+
+def plain(annotation: Any) -> str:
+    """A type as a reader of a table wants it."""
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
+    return str(annotation).replace("typing.", "").replace(" | None", "").replace("NoneType", "none")
+
+
+def row(path: str, annotation: Any, default: object, says: str) -> str:
+    shown = "" if default in ({}, inspect.Parameter.empty) else f"`{json.dumps(default, ensure_ascii=False)}`"
+    kinds = plain(annotation).replace("|", "or")
+    return f"| `{path}` | {kinds} | {shown.replace('null', 'none')} | {says.replace('|', 'or')} |"
+
+
+TABLE = "| key | type | default | what it is |\n|---|---|---|---|"
+
+
+def struct_rows(owner: type[msgspec.Struct], prefix: str, leave: tuple[str, ...] = ()) -> Iterator[str]:
+    says = described(owner)
+    hints = typing.get_type_hints(owner)
+    for field in msgspec.structs.fields(owner):
+        if field.name in leave:
+            continue
+        default = field.default if field.default is not msgspec.NODEFAULT else {}
+        yield row(f"{prefix}{field.name}", hints[field.name], default, says[field.name])
+
+
+def broker_rows(owner: type) -> Iterator[str]:
+    says = described(owner)
+    hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]
+    yield row("brokers.NAME.url", str, inspect.Parameter.empty, "where it is, and which kind it is (by the scheme)")
+    for parameter in inspect.signature(owner).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            yield row(f"brokers.NAME.{parameter.name}", hints[parameter.name], parameter.default, says[parameter.name])
+
+
+def configuration() -> str:
+    parts = [CONFIGURATION, "## The app\n", TABLE]
+    parts += struct_rows(Settings, "", leave=("brokers", "subscribers"))
+    parts += ["\n## A subscriber, by the name of its handler\n", TABLE]
+    parts += struct_rows(SubscriberSettings, "subscribers.NAME.")
+    for title, owner in (
+        ("A broker: `postgres://`, `postgres+embedded://`", PostgresBroker),
+        ("A broker: `memory://`", MemoryBroker),
+    ):
+        parts += [f"\n## {title}\n", TABLE, *broker_rows(owner)]
+    parts.append("\n`NAME` is `default` for the broker that subscribers use unless they name another.\n")
+    return "\n".join(parts)
+
+
+# -- reliability
 
 
 def _faults(total: dict[str, Any]) -> str:
@@ -32,7 +122,7 @@ def _faults(total: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def render(document: dict[str, Any]) -> str:
+def reliability(document: dict[str, Any]) -> str:
     lines, notes = [], []
     for name, suite in sorted(document["suites"].items()):
         total = suite["total"]
@@ -45,15 +135,24 @@ def render(document: dict[str, Any]) -> str:
             f"- `{name}`: {suite['what']}. {suite['date']}, commit `{suite['commit'][:12]}`, seed {suite['seed']}, "
             f"Python {suite['python']}."
         )
-    return HEAD + "\n".join(lines) + "\n\n" + "\n".join(notes) + "\n"
+    return RELIABILITY + "\n".join(lines) + "\n\n" + "\n".join(notes) + "\n"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each rendered page and its text."""
+    yield DOCS / "configuration.md", configuration()
+    results = DOCS / "reliability" / "results.json"
+    yield DOCS / "reliability" / "README.md", reliability(json.loads(results.read_text()))
 
 
 def main() -> int:
-    page, results = DOCS / "README.md", DOCS / "results.json"
-    text = render(json.loads(results.read_text()))
+    stale = [path for path, text in pages() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
-        return int(page.read_text() != text)
-    page.write_text(text)
+        for path in stale:
+            print(f"{path} is not up to date: make docs", file=sys.stderr)
+        return int(bool(stale))
+    for path, text in pages():
+        path.write_text(text)
     return 0
 
 

