@@ -136,13 +136,13 @@ class Publisher:
                 failed = await self._stored(items)
                 self._answer(group, failed)
         except BaseException as error:
-            # Nobody may be left waiting, whatever happened. Who waits gets an error of ours.
-            known = error if isinstance(error, BrokerError) else BrokerClosed("publishing was cut off")
+            # Nobody may be left waiting, whatever happened.
+            cancelled = isinstance(error, asyncio.CancelledError)
             for job in group + self._jobs:
                 if not job.done.done():
-                    job.done.set_exception(known)
+                    job.done.set_exception(BrokerClosed("publishing was cut off") if cancelled else error)
             self._jobs.clear()
-            if not isinstance(error, BrokerError):
+            if cancelled:
                 raise
         finally:
             self._task = None
