@@ -12,7 +12,8 @@ import msgspec
 from streamfw.app import App
 from streamfw.broker import Broker, Connection
 from streamfw.build import Built, BuiltSubscriber
-from streamfw.errors import BuildError, NotRunning
+from streamfw.config import Settings
+from streamfw.errors import BuildError, ConfigError, NotRunning
 from streamfw.handler import DeliveryField
 from streamfw.lifespan import find_state
 from streamfw.memory import MemoryDelivery
@@ -46,7 +47,7 @@ def lent(
     ]
     try:
         instead: dict[str, object] = {"_built": None, "_on_connect": on_connect}
-        settings = app.settings
+        settings = _settings_of(app)
         instead["_settings"] = msgspec.structs.replace(
             settings,
             drain_timeout=min(settings.drain_timeout, drain_timeout),
@@ -66,6 +67,14 @@ def lent(
             setattr(app, name, value)
         for publisher, slot, value in publishers:
             setattr(publisher, slot, value)
+
+
+def _settings_of(app: App) -> Settings:
+    try:
+        return app.settings
+    except ConfigError:
+        app.build()  # tells all mistakes at once
+        raise
 
 
 def _publishers(app: App) -> list[Publisher[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from streamfw.app import App
 from streamfw.codec import Codec
@@ -18,6 +18,8 @@ __all__ = ["Observations"]
 T = TypeVar("T")
 Who: TypeAlias = "Callable[..., object] | str"
 """A handler, its name, or what it subscribes to."""
+ANYTHING: Final = object()
+"""Any payload at all."""
 
 
 class Observations:
@@ -99,15 +101,17 @@ class Observations:
         __tracebackhide__ = True
         return self._assert_ended(who, DeadLetter, "put to the dead letter", times, reason)
 
-    def assert_published(self, name: str, *payload: object, times: int | None = None) -> list[Published[Any]]:
+    def assert_published(
+        self, name: str, payload: object = ANYTHING, *, times: int | None = None
+    ) -> list[Published[Any]]:
         """So many messages (None: at least one) were published to `name`; with a payload, messages equal to it, decoded
         as its type. Returns them."""
         __tracebackhide__ = True
-        everything = self.published(name)
-        found = everything
-        if payload:
-            found = [one for one in self._decodable(name, type(payload[0])) if one.value == payload[0]]
-        what = f" equal to {payload[0]!r}" if payload else ""
+        everything = found = self.published(name)
+        what = ""
+        if payload is not ANYTHING:
+            found = [one for one in self._decodable(name, type(payload)) if one.value == payload]
+            what = f" equal to {payload!r}"
         if not _enough(len(found), times):
             names = ", ".join(dict.fromkeys(repr(message.name) for _, message in self._outbox.messages)) or "nothing"
             raise AssertionError(

@@ -8,7 +8,8 @@ Theory of operation
 
     `until_settled` waits for that, in real time. `until_quiet` is for a clock that stands still: it waits until
     nothing more happens unless time goes on, which is when the app is settled, or every handler that runs sleeps. Of a
-    handler that waits for something else nobody can say what: it is given `GRACE` seconds of real time, once.
+    handler that waits for something else nobody can say what: it is given `GRACE` naps of real time, once (naps, not
+    seconds: a process that was not run meanwhile has not waited).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ __all__ = ["Expected", "NotSettled", "Work"]
 
 CALM = 10  # turns of the loop without anything to do: a task that a handler started comes to its publish
 EAGER = 200  # turns before we wait a little between two
-NAP = 0.001  # seconds
-GRACE = 0.1  # seconds
+NAP = 0.0005  # seconds
+GRACE = 200  # naps: a tenth of a second, or more
 OURS = str(Path(__file__).parents[1])
 ASYNCIO = str(Path(asyncio.__file__).parent)
 
@@ -127,25 +128,24 @@ class Work:
     async def until_quiet(self, deadline: float, what: str) -> None:
         """Raises `NotSettled` at `deadline` (of `time.monotonic`); needs a clock that stands still."""
         seen: object = None
-        since, calm, still = time.monotonic(), 0, 0
+        calm = still = 0
         while calm < CALM:
             self._check()
-            now = time.monotonic()
             if self.settled():
                 calm += 1
             else:
                 calm, still = 0, still + 1
                 signature = self._signature()
                 if signature != seen:
-                    seen, since, still = signature, now, 0
+                    seen, still = signature, 0
                 if still > CALM:
                     if signature == self._graced or self._all_sleep():
                         return
-                    if now - since > GRACE:
+                    if still > CALM + GRACE:
                         self._graced = signature
                         return
                     _nap()  # timers stand still, so the loop cannot wait for one
-                if now > deadline:
+                if time.monotonic() > deadline:
                     raise self.not_settled(what)
             await asyncio.sleep(0)
 
@@ -230,7 +230,7 @@ class Work:
 
 
 def _nap() -> None:
-    time.sleep(NAP / 2)
+    time.sleep(NAP)
 
 
 def _at_hand(pump: Pump) -> int:

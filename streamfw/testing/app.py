@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from streamfw.app import App
 from streamfw.errors import NotRunning, Unsupported
-from streamfw.message import Headers, HeaderValues, Message, Outgoing
+from streamfw.message import Message, Outgoing
 from streamfw.outcome import Outcome
+from streamfw.outlet import PublishOptions
 from streamfw.runtime.crew import Crew
 from streamfw.runtime.plan import Plan
 from streamfw.runtime.pump import Pump
@@ -238,39 +239,17 @@ class TestApp(Observations):
     # -- what a test does
 
     async def publish(
-        self,
-        name: str,
-        payload: object,
-        *,
-        broker: str = "default",
-        key: str | None = None,
-        headers: HeaderValues | Headers | None = None,
-        delay: float = 0.0,
-        message_id: str | None = None,
-        correlation_id: str | None = None,
-        reply_to: str | None = None,
-        priority: int = 0,
+        self, name: str, payload: object, *, broker: str = "default", **options: Unpack[PublishOptions]
     ) -> str:
         """Publish as `App.publish` does, and return the message id. What follows is awaited with `settle`."""
         self._check()
-        return await self.app.publish(
-            name,
-            payload,
-            broker=broker,
-            key=key,
-            headers=headers,
-            delay=delay,
-            message_id=message_id,
-            correlation_id=correlation_id,
-            reply_to=reply_to,
-            priority=priority,
-        )
+        return await self.app.publish(name, payload, broker=broker, **options)
 
     async def settle(self, timeout: float | None = None) -> None:
         """Wait until nothing is in work, ready, or on its way: everything that was published, and what followed of it.
 
         What waits for its time (a delayed message, a retry's pause) is not waited for: that is `advance`. A batch that
-        is not full is handed over without its wait.
+        is not full is handed over without its wait. Of a task that a handler started and did not await nobody knows.
 
         Raises what handlers raised (several: an `ExceptionGroup`), `NotSettled` after `timeout` seconds of real time,
         and the error that ended the app.

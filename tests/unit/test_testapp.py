@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, assert_type
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ from streamfw import (
     subscriber,
 )
 from streamfw.memory import MemoryBroker
-from streamfw.testing import NotSettled, TestApp
+from streamfw.testing import NotSettled, Published, Received, TestApp
 from tests.helpers import eventually
 
 
@@ -199,6 +200,45 @@ async def test_middleware_runs_and_its_errors_are_the_handlers() -> None:
         with pytest.raises(Boom):
             await tb.settle()
         tb.assert_dead_lettered(ship, times=1, reason="Boom")
+
+
+async def test_handlers_in_threads_are_waited_for() -> None:
+    @subscriber("orders", publishes="receipts")
+    def ship(order: Order) -> Receipt:
+        time.sleep(0.01)
+        return Receipt(order.id)
+
+    async with TestApp(App(ship)) as tb:
+        await tb.publish("orders", Order(1))
+        await tb.settle()
+        tb.assert_acked(ship, times=1)
+        tb.assert_published("receipts", Receipt(1), times=1)
+
+
+async def test_what_the_lifespan_publishes_is_seen() -> None:
+    @subscriber("orders")
+    async def ship(order: Order) -> None: ...
+
+    async def lifespan(app: App) -> AsyncIterator[None]:
+        await app.publish("orders", Order(1))
+        yield
+
+    async with TestApp(App(ship, lifespan=lifespan)) as tb:
+        await tb.settle()
+        tb.assert_published("orders", Order(1), times=1)
+        tb.assert_acked(ship, times=1)
+
+
+async def test_what_type_checkers_see() -> None:
+    @subscriber("orders")
+    async def ship(order: Order) -> None: ...
+
+    async with TestApp(App(ship)) as tb:
+        assert_type(tb, TestApp)
+        assert_type(tb.received(ship), list[Received[Any]])
+        assert_type(tb.received(ship, Order), list[Received[Order]])
+        assert_type(tb.dead_letters("orders", Order), list[Received[Order]])
+        assert_type(tb.published("orders", Order), list[Published[Order]])
 
 
 async def test_a_request_is_answered() -> None:
@@ -606,12 +646,16 @@ async def test_one_app_is_in_one_testapp_and_a_testapp_is_entered_once() -> None
                 pass
 
 
-async def test_the_applications_mistakes_are_raised() -> None:
+async def test_the_applications_mistakes_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     @subscriber("orders", workers=0)
     async def ship(order: Order) -> None: ...
 
     with pytest.raises(ExceptionGroup, match="the app cannot be built"):
         async with TestApp(App(ship)):
+            pass
+    monkeypatch.setenv("STREAMFW_NONSENSE", "1")
+    with pytest.raises(ExceptionGroup, match="nonsense: unknown option"):
+        async with TestApp(App()):
             pass
 
 
