@@ -22,7 +22,7 @@ import msgspec
 
 from streamfw import App, subscriber
 from streamfw.memory import MemoryBroker
-from streamfw.message import Headers, Outgoing, _hex_buffer, new_message_id
+from streamfw.message import Headers, Outgoing, _endings, new_message_id
 
 from .apps import all_settled
 from .jobs import BODY, around, four, fresh, lifespan, noop
@@ -136,7 +136,7 @@ def _stop_the_clock(app: App) -> None:
 
 
 async def _publish(count: int, counted: AbstractContextManager[object]) -> None:
-    _hex_buffer.clear()  # message ids are drawn for 256 at once
+    _endings.clear()  # message ids are drawn for 256 at once
     async with App(brokers={"default": MemoryBroker()}).running() as app:
         with counted:
             for _ in itertools.repeat(None, count):

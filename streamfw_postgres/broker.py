@@ -100,7 +100,7 @@ class PostgresBroker(Broker):
         self._by_locks = msgspec.structs.replace(
             self._by_leases, settlement="grouped", delay=1.3 * poll + LONGEST_CLAIM, ordered_by=frozenset()
         )
-        self.capabilities = self.capabilities_of(Subscription("any"))  # type: ignore[misc]
+        self.capabilities = self.capabilities_of(Subscription("any"))
 
     def capabilities_of(self, subscription: Subscription) -> Capabilities:
         """An ordered subscription retries in place: a row given back would be overtaken by those of its key."""
