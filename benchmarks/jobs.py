@@ -10,7 +10,7 @@ import msgspec
 from streamfw import Header, Message, State
 from streamfw.middleware import Next
 
-__all__ = ["BODY", "Order", "Pool", "around", "four", "fresh", "lifespan", "noop"]
+__all__ = ["BODY", "Order", "Pool", "answers", "around", "four", "fresh", "lifespan", "noop"]
 
 BODY = (
     b'{"id": 123456, "customer": "customer-000017", "item": "espresso machine", "qty": 3, "price": 129.95, '
@@ -32,6 +32,11 @@ class Pool:
 
 
 async def noop(order: Order) -> None: ...
+
+
+async def answers(order: Order) -> int | None:
+    """May return a value, which is a reply to a message that asks for one; these do not."""
+    return None
 
 
 async def four(

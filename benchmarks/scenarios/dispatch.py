@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.harness import Case, Goal, Sample, Scenario, Window
-from benchmarks.jobs import BODY, Order, around, four, fresh, lifespan, noop
+from benchmarks.jobs import BODY, Order, answers, around, four, fresh, lifespan, noop
 from benchmarks.loops import run
 from benchmarks.prepared import PreparedBroker, PreparedSource
 from streamfw import App, Headers, subscriber
@@ -80,6 +80,7 @@ def _cases(loop: str) -> list[Case]:
         app("app, three middlewares (each)", noop, over(3, one, per=3), middleware=3, workers=1),
         app("app, timeout=30", noop, shown, workers=1, timeout=30.0),
         app("app, four arguments", four, shown, workers=1),
+        app("app, may return a reply", answers, shown, workers=1),
         app(
             "app, everything: lanes, timeout, a middleware, four arguments, workers=8",
             four, over(14), middleware=1, workers=8, ordered_by="key", timeout=30.0,

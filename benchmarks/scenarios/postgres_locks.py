@@ -27,7 +27,8 @@ from streamfw_postgres.sql import LAST
 
 __all__ = ["scenario"]
 
-ROWS, WARM = 50_000, 2_000
+ROWS = 50_000
+WARM = 100  # messages before the window opens, one fetch: statements are prepared, pages and plans are cached
 HAND, HAND_500, HAND_HINT = "by hand, claims of 200", "by hand, claims of 500", "by hand, claims of 200, with a hint"
 SQL = LockStatements()
 
