@@ -58,10 +58,7 @@ def outgoing(codec: Codec, name: str, payload: object, **options: Unpack[Publish
         raise ValueError(f"the name to publish to is text and not empty, not {name!r}")
     if options:
         _check(options)
-    try:
-        body = codec.encode(payload)
-    except Exception as error:  # whatever a codec of somebody's own raises
-        raise Rejected(f"the payload cannot be encoded: {error}", name=name, message_id=identity) from error
+    body = _encoded(codec, name, payload, identity)
     given = options.get("headers")
     headers = NO_HEADERS if given is None else Headers(given)
     known = (
@@ -80,6 +77,13 @@ def outgoing(codec: Codec, name: str, payload: object, **options: Unpack[Publish
         delay=options.get("delay", 0.0),
         priority=options.get("priority", 0),
     )
+
+
+def _encoded(codec: Codec, name: str, payload: object, identity: str) -> bytes:
+    try:
+        return codec.encode(payload)
+    except Exception as error:  # whatever a codec of somebody's own raises
+        raise Rejected(f"the payload cannot be encoded: {error}", name=name, message_id=identity) from error
 
 
 def _check(options: PublishOptions) -> None:
@@ -111,7 +115,8 @@ async def send(connection: Connection, message: Outgoing) -> None:
 
 
 class Outlet:
-    """What publishes on one broker of an app. `connection` and `inbox` are there while the app runs."""
+    """What publishes on one broker of an app. `connection` and `inbox` are there while the app runs. `published` counts
+    what the broker accepted, `refused` what it did not."""
 
     def __init__(
         self,
@@ -121,25 +126,38 @@ class Outlet:
         middleware: Sequence[PublishMiddleware],
         connection: Callable[[str], Connection],
         inbox: Callable[[str], Inbox],
+        around: Callable[[NextPublish], NextPublish] = lambda send: send,
     ) -> None:
         self.broker, self.codec, self._capabilities = broker, codec, capabilities
         self._connection, self._inbox = connection, inbox
+        self._headers = NO_HEADERS if codec.content_type is None else Headers({CONTENT_TYPE: codec.content_type})
         self._decoders: dict[Any, Callable[[bytes], Any]] = {}
-        self.send: NextPublish = compose(self._send, middleware)
+        self.published = self.refused = 0
+        self.send: NextPublish = around(compose(self._send, middleware))
 
     async def _send(self, message: Outgoing) -> None:
-        if message.priority and not self._capabilities.priorities:
-            raise Rejected(
-                f"priority={message.priority}: broker {self.broker!r} has no priorities",
-                name=message.name,
-                message_id=message.message_id,
-            )
-        await send(self._connection(self.broker), message)
+        try:
+            if message.priority and not self._capabilities.priorities:
+                raise Rejected(
+                    f"priority={message.priority}: broker {self.broker!r} has no priorities",
+                    name=message.name,
+                    message_id=message.message_id,
+                )
+            await send(self._connection(self.broker), message)
+        except Exception:
+            self.refused += 1
+            raise
+        self.published += 1
 
     async def publish(self, name: str, payload: object, **options: Unpack[PublishOptions]) -> str:
         """Publish and return the message id, once the broker has accepted it. Raises a `PublishError`."""
         self._connection(self.broker)  # not running is told before anything about the message
-        message = outgoing(self.codec, name, payload, **options)
+        if options or type(name) is not str or not name:
+            message = outgoing(self.codec, name, payload, **options)
+        else:  # the same, for the publish that most are
+            identity = new_message_id()
+            body = _encoded(self.codec, name, payload, identity)
+            message = Outgoing(name=name, body=body, message_id=identity, headers=self._headers)
         await self.send(message)
         return message.message_id
 
