@@ -57,6 +57,8 @@ class Page:
 
     def _info(self, number: int, line: str) -> tuple[str, dict[str, str]]:
         language, *words = shlex.split(line[len(FENCE) :]) or [""]
+        if language == "console" and words in (["install"], ["background"], ["output"]):
+            return language, {}  # see walk.py
         options = dict(word.partition("=")[::2] for word in words)
         for name, value in options.items():
             if name not in ("title", "no-run") or not value:
