@@ -1,7 +1,5 @@
 """`embedded(path)`: the first user starts the server, the last one stops it, whatever happens to the others."""
 
-# ruff: noqa: ASYNC220, ASYNC240  (a test may look at a file, or start a small process, in its event loop)
-
 from __future__ import annotations
 
 import asyncio
