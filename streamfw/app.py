@@ -19,18 +19,23 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
-from .broker import Broker, Connection, Health
+from .broker import Broker, Connection
 from .build import Builder, Built
 from .codec import Codec, JsonCodec
 from .config import Settings, near, read
 from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning
+from .injection import Injector
 from .lifespan import Lifespan, find_state, lifespan_mistakes, open_lifespan, state_type
 from .middleware import Middleware
+from .observe.health import AppHealth, health_of
+from .observe.metrics import Metric, collect
+from .observe.tracing import Observation, Tracer
 from .outlet import Outlet, PublishMiddleware, PublishOptions
 from .placement import offload_mistakes
 from .publisher import Publisher
 from .router import Router
 from .runtime import blocking
+from .runtime.plan import Counters
 from .runtime.pump import Pump
 from .runtime.replies import Inbox
 from .runtime.settler import backoff
@@ -43,13 +48,6 @@ logger = logging.getLogger("streamfw")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class AppHealth(msgspec.Struct, frozen=True):
-    """`ok` when every subscriber has a live source; otherwise `subscribers` says what each of them has."""
-
-    ok: bool
-    subscribers: dict[str, Health]
 
 
 class App:
@@ -71,6 +69,8 @@ class App:
     - `threads`: how many `def` handlers may run at the same time (default 40). `processes`: how many child processes
       handlers with ``run_in="process"`` have (default: one for each of their workers).
     - `watchdog`: seconds that a handler may block the event loop before the log says so (default 1.0; None: never).
+    - `tracer`: what sees each handler and publish begin and end (`streamfw.observe.Tracer`).
+    - `durations`: count how long handlers take, for `metrics`; a subscriber may say otherwise.
     - `config`: the configuration file (default ``streamfw.toml``, if there is one).
 
     Arguments win over the environment, the environment over the file. Both are read once, by `build` or by the first
@@ -91,6 +91,8 @@ class App:
         threads: int | None = None,
         processes: int | None = None,
         watchdog: float | EllipsisType | None = ...,
+        tracer: Tracer[Any] | None = None,
+        durations: bool = False,
         config: str | Path | None = None,
     ) -> None:
         self._handlers: list[Callable[..., Any] | Router] = list(subscribers)
@@ -110,6 +112,7 @@ class App:
         self._lifespan, self._middleware = lifespan, middleware
         self._publish_middleware, self._publishers = publish_middleware, list(publishers)
         self._codec: Codec = codec if codec is not None else JsonCodec()
+        self._observation, self._injectors = Observation(tracer, durations), list[Injector]()
         self._built: Built | None = None
         self._settings: Settings | None = None
         self._connections: dict[str, Connection] = {}
@@ -119,6 +122,7 @@ class App:
         self._patience: float | None = None  # until when, of the loop's clock, a server is waited for at start
         self._failure: BaseException | None = None
         self._host: asyncio.Task[Any] | None = None
+        self._on_failure: Callable[[BaseException], None] = self._interrupt
         self._interrupted = self._draining = False
         self._ends_the_process = False  # who runs it: a drain may leave threads behind then
         self._on_connect: Callable[[str, Connection], None] | None = None  # for tests, which watch what is published
@@ -142,6 +146,11 @@ class App:
     def use(self, broker: str | Broker, name: str = "default") -> None:
         """Let `name` be this broker, over whatever the configuration says. Before the app is built."""
         self._brokers[name] = broker
+        self._built = None
+
+    def inject(self, injector: Injector) -> None:
+        """Let `injector` fill the parameters of handlers that are of its kind. Before the app is built."""
+        self._injectors.append(injector)
         self._built = None
 
     def configure(self, config: str | Path) -> None:
@@ -194,6 +203,8 @@ class App:
                 self._connection,
                 self._inbox,
                 state_type(self._lifespan),
+                self._observation,
+                self._injectors,
             )
             for where, mistake in (*self._mistakes, *lifespan_mistakes(self._lifespan)):
                 builder.wrong(where, mistake)
@@ -246,7 +257,7 @@ class App:
         if inbox is None:
             capabilities = self.broker(name).capabilities
             member = os.urandom(8).hex()
-            inbox = self._inboxes[name] = Inbox(self._connection(name), capabilities, member, self._pump_failed)
+            inbox = self._inboxes[name] = Inbox(name, self._connection(name), capabilities, member, self._pump_failed)
         return inbox
 
     def _connection(self, name: str) -> Connection:
@@ -264,18 +275,19 @@ class App:
     # -- running
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[App]:
+    async def running(self, *, on_failure: Callable[[BaseException], None] | None = None) -> AsyncIterator[App]:
         """Run the app for the life of the context; drain at its end.
 
         Raises what `build` raises, a `BrokerError` that waiting cannot help, and, inside the body, the error that
-        ended a subscriber (the body is cancelled then).
+        ended a subscriber: the body is cancelled then. With `on_failure` that is called instead, in the loop; what
+        still works goes on, `health` tells the error, and it is raised at the end of the body.
         """
         self._not_in_a_child()
         if self._running:
             raise NotRunning("the app runs already")
         built = self.build()
         self._running, self._failure, self._interrupted, self._draining = True, None, False, False
-        self._host = asyncio.current_task()
+        self._host, self._on_failure = asyncio.current_task(), on_failure or self._interrupt
         wait = self.settings.wait
         self._patience = None if wait is None else asyncio.get_running_loop().time() + wait
         try:
@@ -370,15 +382,21 @@ class App:
             self._pumps.append(pump)
         for pump in self._pumps:
             pump.start()
-        logger.info("%s runs with %d subscribers", self.settings.name, len(self._pumps))
+        facts = {"app": self.settings.name, "brokers": {n: b.describe() for n, b in built.brokers.items()}}
+        logger.info("%s runs with %d subscribers", self.settings.name, len(self._pumps), extra=facts)
 
     def _pump_failed(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            logger.error("a subscriber ended: %s", error)
-            if self._host is not None and not self._interrupted and not self._draining:
-                self._interrupted = True
-                self._host.cancel()
+            logger.error("a subscriber ended: %s", error, extra={"app": self.settings.name})
+            if not self._draining:
+                self._on_failure(error)
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Cancel the body of `running`, which raises the error then."""
+        if self._host is not None and not self._interrupted:
+            self._interrupted = True
+            self._host.cancel()
 
     async def _drain(self) -> None:
         """Drain all pumps under one deadline. A cancellation that arrives meanwhile (ours may be late) is not lost, and
@@ -406,6 +424,15 @@ class App:
         for error in failed:
             if isinstance(error, BaseException):
                 logger.error("while draining: %r", error, exc_info=error)
+        if self._started:
+            self._tell_the_end()
+
+    def _tell_the_end(self) -> None:
+        total = Counters.sum(pump.counters for pump in self._pumps)
+        facts: dict[str, object] = {"app": self.settings.name, **msgspec.structs.asdict(total)}
+        text = "%s has stopped: %d acknowledged, %d failed and tried again, %d dead letters, %d dropped, %d given back"
+        counts = (total.acked, total.retried, total.dead, total.dropped, total.released)
+        logger.info(text, self.settings.name, *counts, extra=facts)
 
     def _leave_threads_behind(self) -> None:
         """End the process, with threads that still handle messages. Nothing that they use is closed, and their
@@ -418,8 +445,16 @@ class App:
 
     def health(self) -> AppHealth:
         """Whether the app runs and every subscriber has a live source; no I/O."""
-        subscribers = {pump.plan.where: pump.health() for pump in self._pumps}
-        return AppHealth(self._started and all(one.ok for one in subscribers.values()), subscribers)
+        return health_of(self._started, self._failure, list(self._pumps))
+
+    def metrics(self) -> list[Metric]:
+        """Counters and gauges of what runs, as they are now: copies of a few integers. From any thread."""
+        return collect(self)
+
+    @property
+    def built(self) -> Built | None:
+        """What `build` has built, for what watches it."""
+        return self._built
 
     @property
     def inboxes(self) -> Sequence[Inbox]:

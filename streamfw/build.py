@@ -21,8 +21,12 @@ from .codec import Codec, JsonCodec
 from .config import Settings, SubscriberSettings, make_broker, near, options_for
 from .errors import BuildError, ConfigError, StreamError
 from .handler import Call, Compiled, compile_call
+from .injection import Injector
 from .message import Message, Outgoing, dead_letter_headers
 from .middleware import Middleware, compose
+from .observe.logs import SubscriberLog
+from .observe.metrics import Histogram
+from .observe.tracing import BrokerFacts, Observation, SubscriberFacts
 from .options import codec_mistake, middleware_mistakes, option_mistakes
 from .outcome import DeadLetter, Outcome, Policy
 from .outlet import Outlet, PublishMiddleware, send
@@ -41,7 +45,7 @@ __all__ = ["Builder", "Built", "BuiltSubscriber"]
 
 
 class BuiltSubscriber(msgspec.Struct, kw_only=True):
-    """One subscriber, ready to be opened. `pump` is there while the app runs."""
+    """One subscriber, ready to be opened. `pump` is there while the app runs; `durations` where they are counted."""
 
     declaration: Declaration
     broker: str
@@ -49,6 +53,7 @@ class BuiltSubscriber(msgspec.Struct, kw_only=True):
     capabilities: Capabilities
     compiled: Compiled
     make_plan: Callable[[Callable[[], Source]], Plan]
+    durations: Histogram | None = None
     pump: Any = None
 
     def source(self) -> Source:
@@ -81,7 +86,10 @@ class Builder:
         connection: Callable[[str], Connection],
         inbox: Callable[[str], Inbox],
         state_type: Any,
+        observation: Observation,
+        injectors: Sequence[Injector],
     ) -> None:
+        self._observation, self._injectors = observation, injectors
         self._settings, self._codec, self._middleware = settings, codec, middleware
         self._publish_middleware, self._inbox = publish_middleware, inbox
         self._connection, self._state_type = connection, state_type
@@ -99,7 +107,13 @@ class Builder:
         self._check_app()
         for name, broker in self._brokers.items():
             self._outlets[name] = Outlet(
-                name, self._codec, broker.capabilities, self._publish_middleware, self._connection, self._inbox
+                name,
+                self._codec,
+                broker.capabilities,
+                self._publish_middleware,
+                self._connection,
+                self._inbox,
+                self._observation.around_publishes(BrokerFacts(broker=name, system=_system(broker))),
             )
         for name in self._settings.subscribers:
             if name not in (names := [_handler_name(d) for d in declared]):
@@ -239,7 +253,15 @@ class Builder:
         for mistake in placement_mistakes(d, codec, self._settings):
             self._wrong(d, mistake)
         try:
-            compiled = compile_call(d.handler, codec, d.where, batch=d.batch is not None, place=place, decoder=decoder)
+            compiled = compile_call(
+                d.handler,
+                codec,
+                d.where,
+                batch=d.batch is not None,
+                place=place,
+                decoder=decoder,
+                injectors=self._injectors,
+            )
         except ExceptionGroup as errors:
             self._errors.extend(error for error in errors.exceptions if isinstance(error, StreamError))
             return None
@@ -275,7 +297,8 @@ class Builder:
     def _assemble(
         self, d: Declaration, subscription: Subscription, capabilities: Capabilities, compiled: Compiled
     ) -> BuiltSubscriber:
-        policy = Policy(d.attempts, d.backoff, d.on_error, subscription.dead_letter is not None)
+        told = SubscriberLog(d.where, subscription).failed
+        policy = Policy(d.attempts, d.backoff, d.on_error, subscription.dead_letter is not None, told)
         self._offload.take(d, d.codec or self._codec, compiled)
         call: Call = compiled.call
         if d.publishes is not None:
@@ -288,13 +311,14 @@ class Builder:
         call = compose(call, [*self._middleware, *d.middleware])
         if d.task_per_message:
             call = _in_a_task(call)
+        around, durations = self._observation.around_handler(self._facts(d, subscription), d.durations)
 
         def make_plan(source: Callable[[], Source]) -> Plan:
             return Plan(
                 where=d.where,
                 subscription=subscription,
                 capabilities=capabilities,
-                call=transactional(call, source, policy, d.batch is not None) if d.transactional else call,
+                call=around(transactional(call, source, policy, d.batch is not None) if d.transactional else call),
                 policy=policy,
                 workers=d.workers,
                 batch=d.batch,
@@ -313,6 +337,16 @@ class Builder:
             capabilities=capabilities,
             compiled=compiled,
             make_plan=make_plan,
+            durations=durations,
+        )
+
+    def _facts(self, d: Declaration, subscription: Subscription) -> SubscriberFacts:
+        return SubscriberFacts(
+            subscriber=d.handler_name,
+            name=subscription.name,
+            group=subscription.group,
+            broker=d.broker,
+            system=_system(self._brokers[d.broker]),
         )
 
     def _dead_letter(
@@ -348,6 +382,10 @@ def dead_letter_of(delivery: Message, outcome: DeadLetter, target: str, group: s
         delivery.headers, outcome.reason, outcome.error_type, delivery.name, group, delivery.attempt
     )
     return Outgoing(name=target, body=delivery.body, message_id=delivery.message_id, key=delivery.key, headers=headers)
+
+
+def _system(broker: Broker) -> str:
+    return broker.describe().partition(":")[0]
 
 
 def _handler_name(d: Declaration) -> str:

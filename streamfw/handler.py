@@ -18,6 +18,7 @@ import msgspec
 
 from .codec import Codec, JsonCodec
 from .errors import ArgumentError, BuildError, DecodeError
+from .injection import Injected, Injector
 from .message import Headers, Message
 from .outcome import Outcome
 from .placement import Place, parameter_mistake, plain
@@ -94,7 +95,8 @@ class Compiled(msgspec.Struct, kw_only=True):
 
     `decode` is the element decoder of a batch. `states` are the types to bind before the first call, by `bind_state`.
     `publishers` are the names that parameters publish to, with the parameter's name; `blocking` those of them that
-    take a `SyncPublisher`. `arguments` are the parameters, in order. `raw_body` is the parameter that gets the body as it is, because it is decoded where the handler runs.
+    take a `SyncPublisher`. `arguments` are the parameters, in order, without those that are injected. `raw_body` is the
+    parameter that gets the body as it is, because it is decoded where the handler runs.
     """
 
     call: Call
@@ -121,8 +123,11 @@ class Compiled(msgspec.Struct, kw_only=True):
 class _Builder:
     """Collects the lines of one call while it goes over the parameters."""
 
-    def __init__(self, handler: Callable[..., Any], where: str, batch: bool, place: Place) -> None:
+    def __init__(
+        self, handler: Callable[..., Any], where: str, batch: bool, place: Place, injectors: Sequence[Injector]
+    ) -> None:
         self.handler, self.where, self.batch, self.place = handler, where, batch, place
+        self.injected = Injected(injectors)
         self.names: dict[str, Any] = {"_handler": handler, "_argument": _argument_error}
         self.names |= {"_undecoded": _decode_error, "_plain": plain}
         self.early: list[str] = []
@@ -144,6 +149,8 @@ class _Builder:
             return self.error(f"parameter {name!r}: *args, **kwargs and positional-only parameters cannot be filled")
         if parameter.kind is parameter.KEYWORD_ONLY:
             self.keyword_only.add(name)
+        if self.by_injector(parameter, hint):
+            return None
         kind, markers = _unmarked(hint)
         for marker in markers:
             if self.marked(parameter, kind, marker):
@@ -166,6 +173,16 @@ class _Builder:
         self.body = (name, hint)
         self.arguments[name] = "_body"
         return None
+
+    def by_injector(self, parameter: inspect.Parameter, hint: Any) -> bool:
+        try:
+            taken = self.injected.take(parameter, hint)
+        except LookupError as error:
+            self.error(f"parameter {parameter.name!r}: {error}")
+            return True
+        if taken:
+            self.refuse(parameter.name, object, "injected")
+        return taken
 
     def marked(self, parameter: inspect.Parameter, kind: Any, marker: Any) -> bool:
         name = parameter.name
@@ -228,14 +245,16 @@ def compile_call(
     batch: bool = False,
     place: Place = "loop",
     decoder: Callable[[Any], Callable[[Any], Any] | None] = lambda annotation: None,
+    injectors: Sequence[Injector] = (),
 ) -> Compiled:
     """Compile `handler` into a call.
 
     `decoder` is the source's own way to the body's annotation (None: the codec's). `place` is where the handler runs;
-    elsewhere than in the loop, `Compiled.call_instead` is still to be told how. Raises an `ExceptionGroup` of
+    elsewhere than in the loop, `Compiled.call_instead` is still to be told how. `injectors` fill parameters of kinds
+    of their own. Raises an `ExceptionGroup` of
     `BuildError`, one for each mistake in the signature.
     """
-    build = _Builder(handler, where, batch, place)
+    build = _Builder(handler, where, batch, place, injectors)
     for parameter, hint in _parameters(handler, build):
         build.parameter(parameter, hint)
     if build.body is None and not build.errors and not build.takes_message:
@@ -327,9 +346,14 @@ def _generate(build: _Builder, decode: Callable[[Any], Any] | None) -> Call:
         lines += ["        if type(_headers) is not _Headers:", "            _headers = message.headers"]
         lines += build.early
         lines += ["    except Exception as error:", "        raise _argument(error) from error"]
-    # By position where it may be: every parameter is filled, and keywords cost a fifth more.
-    filled = [f"{n}={e}" if n in build.keyword_only else e for n, e in build.arguments.items()]
-    lines.append(f"    return _handler({', '.join(filled)})")
+    if build.injected:
+        build.names["_inject"] = build.injected.compose()
+        filled = [f"{n}={e}" for n, e in build.arguments.items()]
+        lines.append(f"    return _inject(message, _handler, dict({', '.join(filled)}))")
+    else:
+        # By position where it may be: every parameter is filled, and keywords cost a fifth more.
+        filled = [f"{n}={e}" if n in build.keyword_only else e for n, e in build.arguments.items()]
+        lines.append(f"    return _handler({', '.join(filled)})")
     source = "\n".join(lines) + "\n"
     filename = f"<call of {build.where}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # readable tracebacks

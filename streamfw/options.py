@@ -55,6 +55,9 @@ def _numbers(d: Declaration) -> Iterator[tuple[str, str]]:
     for option in FLAGS:
         if not isinstance(getattr(d, option), bool):
             yield option, f"{getattr(d, option)!r} is neither True nor False"
+    durations: object = d.durations
+    if durations is not None and not isinstance(durations, bool):
+        yield "durations", f"{durations!r} is neither True nor False"
     if d.timeout is not None and not _is_seconds(d.timeout):
         yield "timeout", f"{d.timeout!r} is not a number of seconds above zero"
 

@@ -110,9 +110,12 @@ class Policy:
 
     `attempts` counts deliveries, the first included; None retries for ever. `dead_letter` False discards what would
     go there (``dead_letter=None`` of a subscriber). The first rule of `on_error` that matches wins.
+
+    `told` hears of each outcome that is no `Ack`: the message, the error (None where the handler asked for it), the
+    outcome, and whether a rule of `on_error` decided.
     """
 
-    __slots__ = ("_backoff", "_dead_letter", "_rules", "attempts")
+    __slots__ = ("_backoff", "_dead_letter", "_rules", "_told", "attempts")
 
     def __init__(
         self,
@@ -120,8 +123,10 @@ class Policy:
         backoff: Backoff | None = None,
         on_error: Mapping[type[BaseException], ErrorRule] | None = None,
         dead_letter: bool = True,
+        told: Callable[[Message, BaseException | None, Outcome, bool], None] | None = None,
     ) -> None:
         self.attempts = attempts
+        self._told = told
         self._backoff = backoff or Backoff()
         self._rules = tuple((on_error or {}).items())
         self._dead_letter = dead_letter
@@ -137,7 +142,7 @@ class Policy:
         for kind, rule in self._rules:
             if isinstance(result, kind):
                 try:
-                    return self._limited(message, self._by_rule(rule, result), result)
+                    return self._limited(message, self._by_rule(rule, result), result, by_rule=True)
                 except Exception as broken:  # the user's own function: a failure of this message, not of the app
                     return self._limited(message, Retry(), broken)
         if isinstance(result, MessageError):
@@ -155,9 +160,17 @@ class Policy:
             raise TypeError(f"on_error: {rule!r} gave {made!r}, not an outcome")
         return made
 
-    def _limited(self, message: Message, outcome: Outcome, error: BaseException | None) -> Outcome:
+    def _limited(
+        self, message: Message, outcome: Outcome, error: BaseException | None, by_rule: bool = False
+    ) -> Outcome:
         if isinstance(outcome, Ack):
             return ACK
+        outcome = self._within_attempts(message, outcome, error)
+        if self._told is not None:
+            self._told(message, error, outcome, by_rule)
+        return outcome
+
+    def _within_attempts(self, message: Message, outcome: Outcome, error: BaseException | None) -> Outcome:
         if isinstance(outcome, Retry):
             if self.attempts is None or message.attempt < self.attempts:
                 return outcome if outcome.after is not None else Retry(self._backoff.pause(message.attempt))

@@ -137,13 +137,18 @@ def _main_can_be_imported() -> bool:
 
 def parameter_mistake(place: Place, name: str, kind: type, what: str) -> str | None:
     """Why a handler in `place` cannot take the parameter `name`. `what` is what it takes: "publisher", "transaction",
-    "state" or "message"."""
+    "state", "injected" or "message"."""
     if what == "publisher":
         return _publisher_mistake(place, name, kind)
     if what == "transaction" and place != "loop":
         return (
             f"parameter {name!r}: a transaction's connection belongs to the event loop; a handler that takes it is "
             "`async def`"
+        )
+    if what == "injected" and place == "process":
+        return (
+            f"parameter {name!r}: what is injected stays in the app's own process; let the handler's module open what "
+            "it needs"
         )
     if what == "state" and place == "process":
         return (

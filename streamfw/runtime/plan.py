@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
@@ -50,3 +50,12 @@ class Counters(msgspec.Struct):
     released: int = 0
     lost: int = 0
     reopened: int = 0
+
+    @classmethod
+    def sum(cls, counters: Iterable[Counters]) -> Counters:
+        """All of them together."""
+        total = cls()
+        for one in counters:
+            for name in cls.__struct_fields__:
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+        return total

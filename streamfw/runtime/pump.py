@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from streamfw.broker import Connection, Delivery, Health, Settlement, Source
 from streamfw.errors import BrokerClosed, BrokerError, SettleError
+from streamfw.observe.logs import SubscriberLog
 from streamfw.outcome import RELEASE, SETTLED, DeadLetter, Drop, Outcome, Retry
 
 from .batches import BatchCrew
@@ -30,7 +31,6 @@ from .signal import Signal
 
 __all__ = ["Pump"]
 
-logger = logging.getLogger("streamfw")
 TICK = 1.0  # seconds between two looks at what is at hand
 GRACE = 5.0  # seconds for the last settlements, after the handlers' own deadline
 PAUSE = (0.05, 0.5)  # seconds before what was cancelled by somebody is tried again
@@ -40,7 +40,7 @@ class Pump:
     """Runs one subscriber. `failed` is called once with the error that ends it."""
 
     def __init__(self, plan: Plan, failed: Callable[[BaseException], None]) -> None:
-        self.plan = plan
+        self.plan, self.log = plan, SubscriberLog(plan.where, plan.subscription)
         self.counters = Counters()
         self.in_flight = 0
         self.state: Literal["starting", "live", "draining", "stopped"] = "starting"
@@ -88,7 +88,7 @@ class Pump:
             to_settle=self._to_settle,
             done=self._done,
         )
-        crew.warn = lambda message: logger.warning("%s: %s", plan.where, message)
+        crew.warn = lambda text: self.log(logging.WARNING, "%s", text)
         if isinstance(crew, BatchCrew):
             assert plan.batch is not None
             crew.batch, crew.decode = plan.batch, plan.decode
@@ -178,7 +178,7 @@ class Pump:
         await self.settler.drain(last)
         _, late = await asyncio.wait(self._tasks, timeout=last - loop.time() + 1.0)
         for task in late:
-            logger.warning("%s: the source does not answer; its call is cancelled", self.plan.where)
+            self.log(logging.WARNING, "the source does not answer; its call is cancelled")
             task.cancel()
         if late:
             await asyncio.wait(late, timeout=GRACE)
@@ -189,7 +189,7 @@ class Pump:
             async with asyncio.timeout(seconds):
                 await step
         except Exception as error:  # a bug of the source as well: everything else is closed all the same
-            logger.warning("%s: %s: %s: %s", self.plan.where, what, type(error).__name__, error)
+            self.log(logging.WARNING, "%s: %s: %s", what, type(error).__name__, error, error=error)
 
     def _ending(self) -> bool:
         return self._stopping
@@ -255,9 +255,7 @@ class Pump:
     def _warn_held(self, held: int) -> None:
         if not self._warned_held:
             self._warned_held = True
-            logger.warning(
-                "%s: %d messages wait behind retries; fetching stops until there are fewer", self.plan.where, held
-            )
+            self.log(logging.WARNING, "%d messages wait behind retries; fetching stops until there are fewer", held)
 
     def _give_surplus_back(self) -> None:
         """The workers turned out slower than the start assumed: let others have what will not be begun soon."""
@@ -297,10 +295,10 @@ class Pump:
         """Something does not work and is tried again, or (None) works again."""
         if error is None:
             self.troubles.pop(what, None)
-            logger.info("%s: %s: works again", self.plan.where, what)
+            self.log(logging.INFO, "%s: works again", what)
             return
         if what not in self.troubles or not isinstance(error, BrokerError):
-            logger.warning("%s: %s: %s; trying again", self.plan.where, what, error)
+            self.log(logging.WARNING, "%s: %s; trying again", what, error, error=error)
         self.troubles[what] = error
 
     # -- the end of a delivery
@@ -314,7 +312,8 @@ class Pump:
         self.counters.lost += len(errors)
         self.counters.settled -= len(errors)
         self.counters.acked -= acknowledgements
-        logger.warning("%s: %d settlements came too late, the first: %s", self.plan.where, len(errors), errors[0])
+        text, first = "%d settlements came too late, the first: %s", errors[0]
+        self.log(logging.WARNING, text, len(errors), first, message=first.delivery, error=first)
 
     def _forget(self, delivery: Delivery) -> None:
         """A delivery that is lost before its handler began: somebody else has it."""
@@ -349,9 +348,6 @@ class Pump:
                 return True
         elif isinstance(outcome, DeadLetter):
             counters.dead += 1
-            logger.error(
-                "%s: message %s goes to the dead letter: %s", self.plan.where, delivery.message_id, outcome.reason
-            )
             if not self.plan.capabilities.dead_letter:
                 self.settler.bury(delivery, outcome)
                 return False

@@ -22,6 +22,7 @@ from streamfw.broker import REPLY_PREFIX, Capabilities, Connection, Order, Subsc
 from streamfw.errors import BrokerError, NotRunning, ReplyTimeout, Unroutable, Unsupported
 from streamfw.handler import Call
 from streamfw.message import CORRELATION_ID, REPLY_TO, Headers, Message, Outgoing, new_message_id
+from streamfw.observe.logs import about
 from streamfw.outcome import Outcome, Policy
 
 from .plan import Plan
@@ -34,12 +35,17 @@ GROUP = "replies"
 
 
 class Inbox:
-    """The inbox of one app on one broker. `late` counts replies that came when nobody waited for them any more."""
+    """The inbox of one app on one `broker`. `late` counts replies that came when nobody waited for them any more."""
 
     def __init__(
-        self, connection: Connection, capabilities: Capabilities, member: str, failed: Callable[[BaseException], None]
+        self,
+        broker: str,
+        connection: Connection,
+        capabilities: Capabilities,
+        member: str,
+        failed: Callable[[BaseException], None],
     ) -> None:
-        self.address = f"{REPLY_PREFIX}{member}"
+        self.broker, self.address = broker, f"{REPLY_PREFIX}{member}"
         self.late = 0
         self._connection, self._capabilities, self._failed = connection, capabilities, failed
         self._waiting: dict[str, asyncio.Future[Message]] = {}
@@ -152,7 +158,8 @@ def replying(call: Call, reply: Callable[[str, object, Headers], Any], patterns:
         if not allowed(address, patterns):
             answers.refused += 1
             if answers.refused == 1:
-                logger.warning("%s: no reply to %r, which replies_to= %r does not allow", where, address, patterns)
+                text = "%s: no reply to %r, which replies_to= %r does not allow"
+                logger.warning(text, where, address, patterns, extra=about(message))
             return result
         correlation = headers.get(CORRELATION_ID)
         try:

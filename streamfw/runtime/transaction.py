@@ -9,6 +9,7 @@ from typing import Any
 from streamfw.broker import Source
 from streamfw.errors import BrokerError, PartialFailure, SettleError
 from streamfw.handler import Call
+from streamfw.observe.logs import about
 from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy
 
 __all__ = ["transactional"]
@@ -47,13 +48,14 @@ def transactional(call: Call, source: Callable[[], Source], policy: Policy, batc
         except SettleError as error:
             if error is failure:
                 raise
-            logger.warning("%s; its transaction was rolled back", error)
+            logger.warning("%s; its transaction was rolled back", error, extra=about(error.delivery))
             error.delivery.lost = True
             return RELEASE  # of a batch, the others are still ours
         except BrokerError as error:
             if error is failure or not error.transient:
                 raise
-            logger.warning("the transaction of message %s broke: %s", deliveries[0].message_id, error)
+            first = deliveries[0]
+            logger.warning("the transaction of message %s broke: %s", first.message_id, error, extra=about(first))
             return RELEASE
         finally:
             failure = None  # no cycle through this frame
