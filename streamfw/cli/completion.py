@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Generator, Iterator, MutableMapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def _makes_an_app(value: ast.expr | None) -> bool:
 
 
 @contextmanager
-def completing(environ: MutableMapping[str, str]) -> Iterator[None]:
+def completing(environ: MutableMapping[str, str]) -> Generator[None, None, None]:
     """Mend what bash makes of colons, around a call that may be to complete something. To bash a colon is a word of its
     own: it asks for completions of ``shop``, ``:`` and ``ap``, and puts what it gets in the place of the last of them.
     """

@@ -166,7 +166,8 @@ class _Slot:
                 how = f"(process {worker.pid}) {how_it_ended(worker.ended.result())}"
                 fatal = self._is_fatal(worker)
             if fatal:
-                logger.error("worker %d %s before it ran: ending the others", self._number, how)
+                others = ": ending the others" if len(fleet) else ""
+                logger.error("worker %d %s before it ran%s", self._number, how, others)
                 fleet.fail()
                 fleet.drain()
                 return
@@ -204,8 +205,7 @@ class _Slot:
             worker = await self._fleet.start(self._number)
             runs = await worker.running()
         finally:
-            if wish is not None:
-                wish.set_result(runs)
+            _fulfil(wish, runs)
         if runs:
             self._has_run = True
             self._fleet.one_runs.set()
@@ -222,7 +222,6 @@ class _Slot:
     async def _succeeded(self, old: Worker) -> Worker:
         """Start a successor beside `old`, and drain `old` when it runs. The slot's worker from now on."""
         wish = self._take_wish()
-        assert wish is not None
         complete = False
         try:
             new = self._successor = await self._fleet.start(self._number)
@@ -240,7 +239,7 @@ class _Slot:
             return old
         finally:
             self._successor = None
-            wish.set_result(complete)
+            _fulfil(wish, complete)
 
     async def _proved(self, new: Worker) -> bool:
         if await new.running():
@@ -258,3 +257,8 @@ class _Slot:
             logger.error("worker %d (process %d) %s instead of draining", self._number, worker.pid, how_it_ended(code))
             if self._fleet.draining.is_set():
                 self._fleet.fail()
+
+
+def _fulfil(wish: asyncio.Future[bool] | None, whether: bool) -> None:
+    if wish is not None and not wish.done():
+        wish.set_result(whether)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -26,6 +26,7 @@ class Parent(Protocol):
 
     def __len__(self) -> int:
         """How many processes there are."""
+        ...
 
     def drain(self) -> None:
         """Ask all workers to drain, and start no more."""
@@ -38,7 +39,7 @@ class Parent(Protocol):
 
 
 @contextmanager
-def heeding_signals(parent: Parent) -> Iterator[None]:
+def heeding_signals(parent: Parent) -> Generator[None, None, None]:
     """Let signals of this process act on `parent`."""
     loop = asyncio.get_running_loop()
     signals = _Signals(parent)

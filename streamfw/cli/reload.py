@@ -26,7 +26,7 @@ from .output import CommandError
 from .worker import first_of
 
 try:
-    from watchfiles import Change, DefaultFilter, awatch
+    from watchfiles import Change, DefaultFilter, awatch  # pyright: ignore[reportUnknownVariableType]
 except ImportError as error:
     raise CommandError("--reload needs watchfiles; install it with: pip install 'streamfw[cli]'") from error
 

@@ -34,9 +34,7 @@ logger = logging.getLogger("streamfw")
 def run(
     app: AppName,
     workers: Annotated[int, typer.Option(min=1, help="How many processes.")] = 1,
-    supervise: Annotated[
-        bool, typer.Option("--supervise", help="Have a parent process for a single worker, too; see below.")
-    ] = False,
+    supervise: Annotated[bool, typer.Option("--supervise", help="Have a parent also for a single worker.")] = False,
     reload: Annotated[
         bool, typer.Option("--reload", help="Start anew after each change of the source (for development).")
     ] = False,
@@ -56,8 +54,8 @@ def run(
 ) -> None:
     """Run an app until SIGINT or SIGTERM, then drain. A second signal ends at once (exit code 130).
 
-    With --workers, or --supervise, a parent starts a crashed process again, and SIGHUP replaces them one by one; an app
-    that cannot start ends it with exit code 1. Without a parent, SIGHUP drains.
+    With --workers or --supervise, a parent starts crashed processes again, and replaces them one by one on SIGHUP. An
+    app that cannot start ends it with exit code 1. Without a parent, SIGHUP drains.
 
     With --reload, running handlers finish before the new code starts; what cannot start waits for the next change.
     """

@@ -16,6 +16,8 @@ from tests.helpers import eventually_blocking
 
 __all__ = ["SERVICE", "SLOW", "Running", "Start", "starting"]
 
+DEADLINE = 60.0  # seconds for anything that takes one or two; such tests set a timeout of their own
+
 # Writes `ran-PID` when it runs and `ended-PID` when its lifespan ends, which is after the drain.
 SERVICE = """
 import asyncio, os, time
@@ -119,7 +121,7 @@ class Running:
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         try:
-            eventually_blocking(condition, 20.0, what)
+            eventually_blocking(condition, DEADLINE, what)
         except AssertionError as error:
             raise AssertionError(f"{error}\nIt said:\n{self.said}") from None
 
@@ -145,7 +147,7 @@ class Running:
         return self.code()
 
     def code(self) -> int:
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=DEADLINE)
 
     def write(self, text: str, name: str = "service.py") -> None:
         """Change the source, in one step, as editors do."""

@@ -19,6 +19,9 @@ from tests.unit.cli_rig import SERVICE, SLOW, Running, Start, starting
 BROKEN = "if True\n    pass"
 
 
+pytestmark = pytest.mark.timeout(180)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     with starting(tmp_path) as start:
