@@ -28,6 +28,7 @@ from .injection import Injector
 from .lifespan import Lifespan, find_state, lifespan_mistakes, open_lifespan, state_type
 from .middleware import Middleware
 from .observe.health import AppHealth, health_of
+from .observe.logs import configure_logging
 from .observe.metrics import Metric, collect
 from .observe.tracing import Observation, Tracer
 from .outlet import Outlet, PublishMiddleware, PublishOptions
@@ -465,6 +466,11 @@ class App:
     def pumps(self) -> Sequence[Pump]:
         """The running pumps, for what watches them."""
         return self._pumps
+
+    def configure_logging(self, *, process: bool = False) -> None:
+        """Log as the settings say, unless logging is configured already. Wrong settings are for `build` to tell."""
+        settings, _ = self._read()
+        configure_logging(settings.log == "json", settings.log_level.upper(), process=process)
 
     def run(self, *, wait: float | None = None) -> None:
         """Run until SIGINT or SIGTERM, then drain. Returns after a drain; raises `SystemExit`: 1 after a failure, 130

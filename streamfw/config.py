@@ -23,7 +23,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import unquote
 
 import msgspec
@@ -69,6 +69,8 @@ class Settings(msgspec.Struct, kw_only=True):
     - `watchdog`: seconds a handler may block the event loop before the log says so; 0 or None: for ever.
     - `wait`: seconds that a server which is away at start is waited for; None: for ever.
     - `uvloop`: run on uvloop where it is installed.
+    - `log`: how the log is written where nobody has configured logging: ``text``, or ``json``, an object a line.
+    - `log_level`: from which level on.
     - `brokers`: each broker's name, with its URL and the options of its kind.
     - `subscribers`: each handler's name, with what operations set for it.
     """
@@ -80,6 +82,8 @@ class Settings(msgspec.Struct, kw_only=True):
     watchdog: float | None = 1.0
     wait: float | None = None
     uvloop: bool = True
+    log: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     brokers: dict[str, dict[str, Any]] = {}
     subscribers: dict[str, SubscriberSettings] = {}
 

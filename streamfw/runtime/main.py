@@ -44,8 +44,7 @@ class Tie(Protocol):
 def run(app: App, wait: float | None = None, tie: Tie | None = None) -> int:
     """Run `app` until a signal; return the exit code: 0 after a drain, 1 after a failure. A second SIGTERM or SIGINT
     ends the process at once, with 130 (not with a `tie`)."""
-    if not logging.getLogger().handlers:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    app.configure_logging(process=tie is not None)
     try:
         app.build()
     except ExceptionGroup as errors:
