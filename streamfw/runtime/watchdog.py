@@ -61,9 +61,13 @@ class Watchdog:
         self._answered.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._threshold / 2):
-            self._answered.clear()
+        pause = self._threshold / 2
+        rested = time.monotonic()
+        while not self._stopped.wait(pause):
             asked = time.monotonic()
+            if (late := asked - rested - pause) > self._threshold:
+                self._tell_afterwards(late)
+            self._answered.clear()
             try:
                 self._loop.call_soon_threadsafe(self._answer)
             except RuntimeError:  # it is closed
@@ -78,9 +82,10 @@ class Watchdog:
                         return
             took = self._answered_at - asked
             if told is not None:
-                logger.warning("%s: the event loop goes on, after %.1f s", told, took)
+                logger.warning("%s: the event loop goes on, after at least %.1f s", told, took)
             elif took > self._threshold:
                 self._tell_afterwards(took)
+            rested = time.monotonic()
 
     def _tell(self) -> str:
         """The loop is blocked now; return who is said to do it."""
@@ -90,7 +95,7 @@ class Watchdog:
         stack = [] if frame is None else _stack(frame)
         where = "".join(traceback.format_list(stack)).rstrip()
         logger.warning(
-            "%s blocks the event loop, for more than %g s now; nothing else runs meanwhile (a `def` handler would run "
+            "%s: blocks the event loop, for more than %g s now; nothing else runs meanwhile (a `def` handler would run "
             "in a thread). It is at:\n%s",
             who,
             self._threshold,
@@ -101,8 +106,8 @@ class Watchdog:
     def _tell_afterwards(self, took: float) -> None:
         self.blocks += 1
         logger.warning(
-            "the event loop was blocked for %.1f s, and this thread as well: by code that keeps the interpreter to "
-            "itself, or the process was stopped. Now there run: %s",
+            "the event loop was blocked for %.1f s, and the watchdog as well: by code that keeps the interpreter to "
+            "itself, or because the process was stopped. Now there run: %s",
             took,
             ", ".join(who for _, who in self._running()) or "no handlers",
         )
@@ -126,7 +131,7 @@ class Watchdog:
                 if slot.message is not None:
                     ids = slot.message_ids
                     more = f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else ""
-                    yield slot.task, f"{pump.plan.where}, message {', '.join(ids[:MOST_IDS])}{more},"
+                    yield slot.task, f"{pump.plan.where}, message {', '.join(ids[:MOST_IDS])}{more}"
 
 
 def _stack(frame: FrameType) -> traceback.StackSummary:
