@@ -145,6 +145,7 @@ class Builder:
     def _check_app(self) -> None:
         if (mistake := codec_mistake(self._codec)) is not None:
             self.wrong("codec", mistake)
+            self._codec = JsonCodec()
         for where, layers in (("middleware", self._middleware), ("publish_middleware", self._publish_middleware)):
             mistakes = list(middleware_mistakes(layers))
             for mistake in mistakes:

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from streamfw.app import App
-from streamfw.config import CONFIG
+from streamfw.config import CONFIG, read
 from streamfw.memory import MemoryBroker
+from streamfw.observe.logs import configure_logging
 from streamfw.runtime.main import run as run_app
 
 from .app_loading import load_app
@@ -66,6 +67,8 @@ def run(
         raise typer.Exit(run_app(loaded, wait, line))
     if reload_dir and not reload:
         raise CommandError("--reload-dir says what --reload watches; give that, too")
+    if reload or supervise or workers > 1:
+        _log_as_parent(config)
     if reload:
         named = config or Path(os.environ.get(CONFIG) or "streamfw.toml")
         arguments = _arguments(app, broker, wait, config)
@@ -88,9 +91,13 @@ def _arguments(app: str, broker: str | None, wait: float | None, config: Path | 
     return ["run", app, *(f"{option}={value}" for option, value in options if value is not None)]
 
 
+def _log_as_parent(config: Path | None) -> None:
+    settings, _ = read(config)  # what is wrong there the workers tell
+    configure_logging(settings.log == "json", settings.log_level.upper(), process=True)
+
+
 def _as_worker(app: App, line: Lifeline) -> None:
-    if not logging.getLogger().handlers:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [%(process)d] %(name)s %(message)s")
+    app.configure_logging(process=True)
     for broker in app.build().brokers.values():
         if isinstance(broker, MemoryBroker):
             logger.warning(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ __all__ = ["reload", "supervise"]
 def supervise(arguments: Sequence[str], workers: int) -> int:
     """Run ``streamfw`` with `arguments` in `workers` processes until a signal; return the exit code: 0 after a drain,
     1 when a worker could not start or did not drain. A second signal ends all at once, with 130."""
-    _log()
 
     async def run() -> int:
         fleet = Fleet(_command(arguments), workers)
@@ -36,7 +34,6 @@ def reload(arguments: Sequence[str], workers: int, directories: Sequence[Path], 
     """
     from .reload import Reloader
 
-    _log()
     # A module saved twice within a second, with as many bytes, would be taken from the first one's byte code.
     environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -50,7 +47,3 @@ def reload(arguments: Sequence[str], workers: int, directories: Sequence[Path], 
 
 def _command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "streamfw.cli", *arguments]
-
-
-def _log() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [%(process)d] %(name)s %(message)s")
