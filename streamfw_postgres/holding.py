@@ -23,12 +23,18 @@ from .errors import DRIVER_ERRORS, translated
 from .pool import Pooled, UnitPool, end, is_ended
 from .roles import Cut, Role
 
-__all__ = ["HeldClaim", "Holder", "RoleHolder", "UnitHolder"]
+__all__ = ["Anyone", "HeldClaim", "Holder", "Odd", "RoleHolder", "UnitHolder", "nothing"]
 
 Anyone: TypeAlias = "asyncpg.Connection | Pooled"
-Work = Callable[[Anyone], Awaitable[None]]
+# Answers how many statements it sent.
+Work = Callable[[Anyone], Awaitable[int]]
 # Of what is no acknowledgement: id, priority, kind, pause in seconds, when it was recorded, a dead letter's headers.
 Odd = tuple[int, int, int, float, float, bytes | None]
+
+
+async def nothing(_: Anyone) -> int:
+    """The end of a transaction that has nothing to write."""
+    return 0
 
 
 class HeldClaim(Claim):
@@ -117,7 +123,7 @@ class RoleHolder(Holder):
         async def finish(connection: asyncpg.Connection) -> None:
             if connection is not self._session:
                 raise Cut("Postgres: the connection that held these rows was lost")
-            await work(connection)
+            self.role.statements += await work(connection)
             await connection.execute("commit and chain" if chain else "commit")
             self.begun = chain
 

@@ -96,5 +96,8 @@ class LockStatements:
         self.done = made("delete from {schema}.message where id = any($1::bigint[])")
         self.note = made(_NOTE, abandoned=ABANDONED)
         self.fold = made(_FOLD, abandoned=ABANDONED)
-        # $1 consumer, $2 token.
-        self.forget = made("delete from {schema}.claim_journal where consumer = $1 and token = $2")
+        # The same and the claim's journal: $2 consumer, $3 token.
+        self.done_noted = made(
+            "with over as (delete from {schema}.claim_journal where consumer = $2 and token = $3) "
+            "delete from {schema}.message where id = any($1::bigint[])"
+        )

@@ -19,13 +19,11 @@ from streamfw.outcome import Ack, Outcome
 
 from .deliveries import PostgresDelivery
 from .errors import DRIVER_ERRORS, translated
-from .holding import HeldClaim, UnitHolder
+from .holding import HeldClaim, UnitHolder, nothing
 from .pool import Pooled
 from .unit import Unit
 
 if TYPE_CHECKING:
-    import asyncpg
-
     from .rowlock import RowLockSource
 
 __all__ = ["LeasedUnit", "LockedUnit"]
@@ -85,7 +83,7 @@ class LockedUnit(UnitOfWork):
             with self._holder.deadline():
                 # Deferred constraints first: their failure at the commit would take the row's lock with it.
                 await self.connection.execute("set constraints all immediate")
-                await self._end_row(self.connection)
+                await self._source.write_done(self.connection, self._claim, [self._delivery.id])
         except DRIVER_ERRORS as error:
             known = translated(error, "ending a handler's transaction")
             if known.transient:  # a serialization failure: this snapshot can never be committed
@@ -93,18 +91,12 @@ class LockedUnit(UnitOfWork):
             raise known from error
         self._savepoint = None
         try:
-            await self._holder.end(_nothing)
+            await self._holder.end(nothing)
         except BaseException:
             await self._broken()
             raise
         self._holder.entered = False
         self._source.committed(self._claim, self._delivery)
-
-    async def _end_row(self, connection: Pooled | asyncpg.Connection) -> None:
-        done, forget, consumer = self._source.unit_statements()
-        await connection.execute(done, [self._delivery.id])
-        if consumer:
-            await connection.execute(forget, consumer, self._claim.token)
 
     async def _broken(self) -> None:
         self._savepoint = None
@@ -128,6 +120,3 @@ class LockedUnit(UnitOfWork):
     ) -> None:
         """Leaving without `finish` rolls the handler's writes back; the delivery stays out, and ours."""
         await self._leave()
-
-
-async def _nothing(_: object) -> None: ...

@@ -35,7 +35,7 @@ from streamfw.outcome import ACK
 
 from .claiming import Claimed
 from .deliveries import PostgresDelivery
-from .holding import Anyone, HeldClaim, Holder, Odd, RoleHolder, UnitHolder
+from .holding import Anyone, HeldClaim, Holder, Odd, RoleHolder, UnitHolder, nothing
 from .journal import Journal
 from .lease import LeaseSource
 from .lock_unit import LeasedUnit, LockedUnit
@@ -84,6 +84,8 @@ class RowLockSource(LeaseSource):
         self._ends: set[asyncio.Task[None]] = set()
         self._probes = 1
         self._refused = 0
+        # The last claim brought something, so that the next transaction may begin with the end of one.
+        self._busy = False
 
     @property
     def sent(self) -> int:
@@ -156,7 +158,7 @@ class RowLockSource(LeaseSource):
         try:
             rows = await self._locked(holder, want, inline)
             if not rows or self._stopped or self._needs_care(rows):
-                await holder.end(_nothing)
+                await holder.end(nothing)
             elif not await self._noted(claim, rows):
                 await self._conclude(claim)
                 return Claimed([])
@@ -220,6 +222,7 @@ class RowLockSource(LeaseSource):
 
     def _hold(self, claim: HeldClaim, batch: list[PostgresDelivery], full: bool) -> None:
         claim.count = len(batch)
+        self._busy = True
         self.out.add(batch)
         self._held.add(claim)
         self._claimer.learn(batch)
@@ -305,11 +308,11 @@ class RowLockSource(LeaseSource):
         leased = [] if give_back else [d.id for d in rest]
         sent = loop.time()
 
-        async def write(connection: Anyone) -> None:
-            await self._write(connection, claim, leased)
+        async def write(connection: Anyone) -> int:
+            return await self._write(connection, claim, leased)
 
         try:
-            await claim.holder.end(write, chain=not (rest or self._stopped))
+            await claim.holder.end(write, chain=self._busy and not rest and not self._stopped)
         except BrokerError as error:
             log.warning("%r: a claim could not be ended: %s", self, error)
             self._lost_claim(claim)
@@ -331,18 +334,25 @@ class RowLockSource(LeaseSource):
         if rest:
             await self._rest()
 
-    async def _write(self, connection: Anyone, claim: HeldClaim, leased: list[int]) -> None:
-        """All statements of the end but the commit."""
-        if claim.odd:
-            await self._write_odd(connection, claim.odd)
+    async def _write(self, connection: Anyone, claim: HeldClaim, leased: list[int]) -> int:
+        """All statements of the end but the commit; how many."""
+        sent = await self._write_odd(connection, claim.odd) if claim.odd else 0
         if leased:
             await connection.execute(self._locks.lease, leased, claim.token, self._lease)
-        if claim.finished:
-            await connection.execute(self._locks.done, claim.finished)
-        if self._journal is not None:
-            await connection.execute(self._locks.forget, self._journal.consumer, claim.token)
+            sent += 1
+        return sent + await self.write_done(connection, claim, claim.finished)
 
-    async def _write_odd(self, connection: Anyone, odd: list[Odd]) -> None:
+    async def write_done(self, connection: Anyone, claim: HeldClaim, ids: list[int]) -> int:
+        """End these rows of a claim, and with them its journal; how many statements that took."""
+        if self._journal is not None:
+            await connection.execute(self._locks.done_noted, ids, self._journal.consumer, claim.token)
+        elif ids:
+            await connection.execute(self._locks.done, ids)
+        else:
+            return 0
+        return 1
+
+    async def _write_odd(self, connection: Anyone, odd: list[Odd]) -> int:
         now = asyncio.get_running_loop().time()
         dead_letter = self._subscription.dead_letter
         for again in (False, True):
@@ -356,8 +366,9 @@ class RowLockSource(LeaseSource):
             done = set(await connection.fetchval(self._locks.odd, *columns, dead_letter))
             odd = [o for o in odd if o[0] not in done and o[2] == DEAD]
             if not odd or again:
-                return  # what has no place even now stays as it is, and comes again
+                break  # what has no place even now stays as it is, and comes again
             await connection.execute(self._sql.ensure_queue, dead_letter)
+        return 1 + 2 * again
 
     def ended(self, claim: HeldClaim) -> None:
         """A claim was committed."""
@@ -393,11 +404,12 @@ class RowLockSource(LeaseSource):
         self._signal.set()
 
     async def _rest(self) -> None:
-        """Leave no transaction open that holds nothing."""
+        """Leave no transaction open that holds nothing; those that end from now on begin none."""
+        self._busy = False
         for holder in [h for h in self._free if isinstance(h, RoleHolder) and h.begun]:
             self._free.remove(holder)
             try:
-                await holder.end(_nothing)
+                await holder.end(nothing)
             except BrokerError:
                 pass  # it held nothing
             finally:
@@ -451,10 +463,6 @@ class RowLockSource(LeaseSource):
         self._over(claim)
         self.settled([delivery.id])
 
-    def unit_statements(self) -> tuple[str, str, int]:
-        """What ends a row and its journal in a handler's transaction, and the journal's consumer (0: none)."""
-        return self._locks.done, self._locks.forget, self._journal.consumer if self._journal is not None else 0
-
     async def broken(self, claim: HeldClaim) -> None:
         """A handler's transaction came to nothing, and the lock with it."""
         self._lost_claim(claim)
@@ -501,6 +509,3 @@ class RowLockSource(LeaseSource):
 
     def __repr__(self) -> str:
         return f"RowLockSource({self._subscription!r})"
-
-
-async def _nothing(_: object) -> None: ...

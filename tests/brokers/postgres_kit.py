@@ -16,6 +16,7 @@ from streamfw_postgres import PostgresBroker
 from streamfw_postgres.connection import PostgresConnection
 from streamfw_postgres.deliveries import PostgresDelivery
 from streamfw_postgres.lease import LeaseSource
+from streamfw_postgres.rowlock import RowLockSource
 from streamfw_postgres.suspects import Solo
 from tests.services.postgres import Postgres
 
@@ -38,6 +39,14 @@ class Kit:
 
     async def rows(self, columns: str = "*") -> list[asyncpg.Record]:
         return await self.sql.fetch(f"select {columns} from streamfw.message order by id")
+
+    async def locked(self) -> list[bytes]:
+        """The bodies of the rows that somebody's transaction holds."""
+        rows = await self.sql.fetch(
+            "select body from streamfw.message where id not in "
+            "(select id from streamfw.message for update skip locked) order by id"
+        )
+        return [row[0] for row in rows]
 
     async def expire(self) -> None:
         """End every lease, as time would."""
@@ -99,7 +108,8 @@ def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
 async def abandon(source: LeaseSource) -> None:
     """End a source as a killed process does: nothing is given back, nothing is settled any more."""
     await source._renewer.close()
-    for role in (source._claims, source._settles):
+    holders = source._holders if isinstance(source, RowLockSource) else []
+    for role in (source._claims, source._settles, *(holder.role for holder in holders)):
         await role.close()
     source._connection.forget(source)
     source._connection.solo = Solo()  # a new process knows nothing of the old one's suspects
