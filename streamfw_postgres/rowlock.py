@@ -160,7 +160,8 @@ class RowLockSource(LeaseSource):
             if not rows or self._stopped or self._needs_care(rows):
                 await holder.end(nothing)
             elif not await self._noted(claim, rows):
-                await self._conclude(claim)
+                await self._conclude(claim)  # first of all: the fold skips what is locked
+                await self._fold()
                 return Claimed([])
             elif claim.lost:
                 raise BrokerUnavailable("Postgres: the connection of a claim was lost while it was noted")
@@ -202,7 +203,7 @@ class RowLockSource(LeaseSource):
         ]  # fmt: skip
 
     async def _noted(self, claim: HeldClaim, rows: list[asyncpg.Record]) -> bool:
-        """Write the journal. False when some of these rows are in an abandoned one; it is folded now."""
+        """Write the journal. False when some of these rows are in an abandoned one, which must be folded first."""
         if self._journal is None:
             return True
         overlap = await self._journal.note(claim.token, rows[0][9], [r[0] for r in rows])
@@ -215,10 +216,13 @@ class RowLockSource(LeaseSource):
         if self._refused > _REFUSALS:  # who folds it hangs; a count too low by one is no reason to wait any longer
             log.warning("%r: %d messages are handed out before their last delivery is counted", self, len(overlap))
             return True
+        return False
+
+    async def _fold(self) -> None:
+        assert self._journal is not None
         if self._refused > 1:
             await asyncio.sleep(0.02)
         await self._journal.fold()
-        return False
 
     def _hold(self, claim: HeldClaim, batch: list[PostgresDelivery], full: bool) -> None:
         claim.count = len(batch)
