@@ -125,7 +125,7 @@ class App:
         self._host: asyncio.Task[Any] | None = None
         self._on_failure: Callable[[BaseException], None] = self._interrupt
         self._interrupted = self._draining = False
-        self._ends_the_process = False  # who runs it: a drain may leave threads behind then
+        self._ends_process = False
         self._on_connect: Callable[[str, Connection], None] | None = None  # for tests, which watch what is published
         self.state: tuple[object, ...] = ()
 
@@ -276,14 +276,20 @@ class App:
     # -- running
 
     @asynccontextmanager
-    async def running(self, *, on_failure: Callable[[BaseException], None] | None = None) -> AsyncIterator[App]:
+    async def running(
+        self, *, on_failure: Callable[[BaseException], None] | None = None, ends_process: bool = False
+    ) -> AsyncIterator[App]:
         """Run the app for the life of the context; drain at its end.
 
         Raises what `build` raises, a `BrokerError` that waiting cannot help, and, inside the body, the error that
         ended a subscriber: the body is cancelled then. With `on_failure` that is called instead, in the loop; what
         still works goes on, `health` tells the error, and it is raised at the end of the body.
+
+        A drain waits for handlers in threads, however long they take. With `ends_process` (as `run` has it) it ends
+        the process instead, with exit code 1, 5 s after its deadline.
         """
         self._not_in_a_child()
+        self._ends_process = ends_process
         if self._running:
             raise NotRunning("the app runs already")
         built = self.build()
@@ -416,7 +422,7 @@ class App:
             raise asyncio.CancelledError
 
     async def _drain_all(self, deadline: float) -> None:
-        ends = (pump.drain(deadline, self._ends_the_process) for pump in self._pumps)
+        ends = (pump.drain(deadline, self._ends_process) for pump in self._pumps)
         failed = await asyncio.gather(*ends, return_exceptions=True)
         if any(pump.stuck for pump in self._pumps):
             self._leave_threads_behind()

@@ -126,7 +126,8 @@ class _Builder:
     def __init__(
         self, handler: Callable[..., Any], where: str, batch: bool, place: Place, injectors: Sequence[Injector]
     ) -> None:
-        self.handler, self.where, self.batch, self.place = handler, where, batch, place
+        self.handler, self.where, self.batch = handler, where, batch
+        self.place: Place = place
         self.injected = Injected(injectors)
         self.names: dict[str, Any] = {"_handler": handler, "_argument": _argument_error}
         self.names |= {"_undecoded": _decode_error, "_plain": plain}

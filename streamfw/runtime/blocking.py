@@ -1,8 +1,8 @@
 """Handlers that block: in threads, and in processes.
 
 The worker of a message awaits its handler like any other; here that means to await a thread
-(`streamfw.runtime.threads`) or a child process (`streamfw.runtime.processes`). The time that a message waits for one is not its handler's: the
-timeout counts from the begin. Both are imported only where they are needed.
+(`streamfw.runtime.threads`) or a child process (`streamfw.runtime.processes`). The time that a message waits for one
+is not its handler's: the timeout counts from the begin. Both are imported only where they are needed.
 """
 
 from __future__ import annotations

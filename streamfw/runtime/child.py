@@ -177,8 +177,9 @@ def _function(target: Target) -> Callable[..., Any]:
 def _done(functions: list[Callable[..., Any]], job: bytes) -> bytes:
     """Do one job; its result or its error, pickled."""
     try:
-        number, args, kwargs = pickle.loads(job)
-        result = functions[number](*args, **kwargs)
+        call: tuple[int, tuple[Any, ...], dict[str, Any]] = pickle.loads(job)
+        number, args, kwargs = call
+        result: object = functions[number](*args, **kwargs)
     except BaseException as error:  # SystemExit, too: the parent raises it, as it does for any other handler
         return _pickled_error(error)
     try:

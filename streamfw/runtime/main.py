@@ -52,7 +52,6 @@ def run(app: App, wait: float | None = None, tie: Tie | None = None) -> int:
         return 1
     if wait is not None:
         app.settings.wait = wait
-    app._ends_the_process = True
     return _run(_main(app, tie), uvloop=app.settings.uvloop)
 
 
@@ -101,7 +100,7 @@ async def _main(app: App, tie: Tie | None) -> int:
     if tie is not None:
         tie.attach(loop, stop)
     try:
-        async with app.running():
+        async with app.running(ends_process=True):
             started = True
             if tie is not None:
                 tie.started()

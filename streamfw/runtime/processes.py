@@ -33,7 +33,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from streamfw.errors import BuildError, WorkerDied
 
@@ -226,7 +226,8 @@ class _Child(asyncio.Protocol):
     async def start(self, setup: bytes) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            # As `multiprocessing` does it: -X, -W, -O and their like.
+            flags = cast("list[str]", getattr(subprocess, "_args_from_interpreter_flags")())  # noqa: B009
             try:
                 # In this thread: the kernel ends a child with the thread that started it (`child._die_with`).
                 self.process = subprocess.Popen(  # noqa: ASYNC220
@@ -244,7 +245,7 @@ class _Child(asyncio.Protocol):
         self._started = True
         ours.setblocking(False)
         self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
-        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)]).encode()
+        path = json.dumps(list(map(str, sys.path))).encode()
         try:
             failure = pickle.loads(await self.ask(b"%12d" % len(path) + path + setup))
         except WorkerDied:
@@ -275,7 +276,7 @@ class _Child(asyncio.Protocol):
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(reply)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         """It has ended, or is about to."""
         if not self.gone:
             self.gone = True

@@ -90,10 +90,10 @@ class Watchdog:
     def _tell(self) -> str:
         """The loop is blocked now; return who is said to do it."""
         self.blocks += 1
-        frame = sys._current_frames().get(self._ident)
+        frames: dict[int, FrameType] = getattr(sys, "_current_frames")()  # noqa: B009 - for debuggers, and this is one
         who = self._who()
-        stack = [] if frame is None else _stack(frame)
-        where = "".join(traceback.format_list(stack)).rstrip()
+        frame = frames.get(self._ident)
+        where = "" if frame is None else "".join(_stack(frame).format()).rstrip()
         logger.warning(
             "%s: blocks the event loop, for more than %g s now; nothing else runs meanwhile (a `def` handler would run "
             "in a thread). It is at:\n%s",
