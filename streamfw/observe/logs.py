@@ -199,6 +199,6 @@ def configure_logging(
         return False
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if json else TextFormatter(process))
-    root.addHandler(handler)
     root.setLevel(level)
+    root.addHandler(handler)
     return True
