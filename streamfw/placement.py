@@ -42,7 +42,8 @@ Place: TypeAlias = Literal["loop", "thread", "process"]
 
 def is_async(handler: Callable[..., Any]) -> bool:
     """Whether calling `handler` gives a coroutine, as far as can be told without calling it."""
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(type(handler), "__call__", None))
+    own_call = getattr(type(handler), "__call__", None)  # noqa: B004 - not whether there is one, but of which kind
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(own_call)
 
 
 def place_of(handler: Callable[..., Any], run_in: object) -> Place:
