@@ -22,10 +22,10 @@ from .settling import Settler
 from .sql import Statements
 from .suspects import is_condemned, is_suspect, names
 
-__all__ = ["Claimed", "Claimer"]
+__all__ = ["Claimed", "Claimer", "by_priority"]
 
 log = logging.getLogger("streamfw.postgres")
-_by_id, _by_priority = attrgetter("id"), attrgetter("priority", "id")
+_by_id, by_priority = attrgetter("id"), attrgetter("priority", "id")
 _UNSEEN = 64 * 1024
 
 
@@ -107,7 +107,7 @@ class Claimer:
             for i, a, _, p, t, m, k, h, b in rows
         ]  # fmt: skip
         priorities = {d.priority for d in batch}
-        batch.sort(key=_by_id if len(priorities) == 1 else _by_priority)  # `returning` promises no order
+        batch.sort(key=_by_id if len(priorities) == 1 else by_priority)  # `returning` promises no order
         self._out.add(batch)
         self.claimed(batch, priorities, len(batch) == want)
         try:

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import asyncpg
 from asyncpg.transaction import Transaction
 
+from streamfw.errors import BrokerError
+
 from .deliveries import Claim, new_token
 from .errors import DRIVER_ERRORS, translated
 from .pool import Pooled, UnitPool, end, is_ended
 from .roles import Cut, Role
 
-__all__ = ["Anyone", "HeldClaim", "Holder", "Odd", "RoleHolder", "UnitHolder", "nothing"]
+__all__ = ["Anyone", "HeldClaim", "Holder", "Holders", "Odd", "RoleHolder", "UnitHolder", "nothing"]
 
 Anyone: TypeAlias = "asyncpg.Connection | Pooled"
 # Answers how many statements it sent.
@@ -79,8 +81,8 @@ class Holder(ABC):
         """The claim itself; begins the transaction where none is begun."""
 
     @abstractmethod
-    async def end(self, work: Work, chain: bool = False) -> None:
-        """Do the last statements, and commit; `chain`: the next transaction begins with it."""
+    async def end(self, claim: HeldClaim | None, work: Work, chain: bool = False) -> None:
+        """Do the last statements of `claim`, and commit; `chain`: the next transaction begins with it."""
 
     @abstractmethod
     async def drop(self) -> None:
@@ -117,17 +119,20 @@ class RoleHolder(Holder):
 
         return cast("list[asyncpg.Record]", await self._run(claim))
 
-    async def end(self, work: Work, chain: bool = False) -> None:
+    async def end(self, claim: HeldClaim | None, work: Work, chain: bool = False) -> None:
         """See `Holder.end`."""
 
         async def finish(connection: asyncpg.Connection) -> None:
-            if connection is not self._session:
-                raise Cut("Postgres: the connection that held these rows was lost")
+            if connection is not self._session or claim is not self.claim:
+                raise _Stale
             self.role.statements += await work(connection)
             await connection.execute("commit and chain" if chain else "commit")
             self.begun = chain
 
-        await self._run(finish)
+        try:
+            await self._run(finish)
+        except _Stale:
+            raise Cut("Postgres: the connection that held these rows was lost") from None
 
     def _session_ended(self, connection: object) -> None:
         if connection is self._session:  # not one that was replaced already
@@ -136,6 +141,8 @@ class RoleHolder(Holder):
     async def _run(self, work: Callable[[asyncpg.Connection], Awaitable[Any]]) -> Any:
         try:
             return await self.role.run(work)
+        except _Stale:
+            raise
         except BaseException:
             # Whatever it was, the transaction is of no use any more.
             self.begun, self._session = False, None
@@ -146,6 +153,59 @@ class RoleHolder(Holder):
         """See `Holder.drop`."""
         self.begun, self._session = False, None
         self.role.terminate()
+
+
+class _Stale(Exception):
+    """The connection, or what it holds, is not that of the claim any more."""
+
+
+class Holders:
+    """The connections of one source that claim again and again, and who waits for them."""
+
+    def __init__(self, roles: Sequence[Role], broke: Callable[[HeldClaim], None]) -> None:
+        self.all = [RoleHolder(role, broke) for role in roles]
+        self._free = list(self.all)
+        self._changed = asyncio.Event()
+        self._stopped = False
+        # The last claim brought something: then the end of one begins the next transaction.
+        self.busy = False
+
+    async def wait(self, condition: Callable[[], bool] | None = None) -> bool:
+        """Until one is free (or the condition holds, which is looked at whenever a claim has ended); False: stopped."""
+        while not self._stopped:
+            if condition() if condition is not None else self._free:
+                return True
+            self._changed.clear()
+            await self._changed.wait()
+        return False
+
+    def take(self) -> RoleHolder:
+        """One that is free."""
+        return self._free.pop()
+
+    def give_back(self, holder: Holder) -> None:
+        """Its claim is over."""
+        holder.claim = None
+        if isinstance(holder, RoleHolder):
+            self._free.append(holder)
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Nobody waits any more."""
+        self._stopped = True
+        self._changed.set()
+
+    async def rest(self) -> None:
+        """Leave no transaction open that holds nothing; claims that end from now on begin none."""
+        self.busy = False
+        for holder in [h for h in self._free if h.begun]:
+            self._free.remove(holder)
+            try:
+                await holder.end(None, nothing)
+            except BrokerError:
+                pass  # it held nothing
+            finally:
+                self.give_back(holder)
 
 
 class UnitHolder(Holder):
@@ -181,7 +241,7 @@ class UnitHolder(Holder):
         except DRIVER_ERRORS as error:
             raise translated(error, "claiming for a handler's transaction") from error
 
-    async def end(self, work: Work, chain: bool = False) -> None:
+    async def end(self, claim: HeldClaim | None, work: Work, chain: bool = False) -> None:
         """See `Holder.end`; gives the connection back."""
         assert self._transaction is not None
         try:

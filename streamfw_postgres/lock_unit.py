@@ -83,7 +83,7 @@ class LockedUnit(UnitOfWork):
             with self._holder.deadline():
                 # Deferred constraints first: their failure at the commit would take the row's lock with it.
                 await self.connection.execute("set constraints all immediate")
-                await self._source.write_done(self.connection, self._claim, [self._delivery.id])
+                await self._source.ending.done(self.connection, self._claim, [self._delivery.id])
         except DRIVER_ERRORS as error:
             known = translated(error, "ending a handler's transaction")
             if known.transient:  # a serialization failure: this snapshot can never be committed
@@ -91,7 +91,7 @@ class LockedUnit(UnitOfWork):
             raise known from error
         self._savepoint = None
         try:
-            await self._holder.end(nothing)
+            await self._holder.end(self._claim, nothing)
         except BaseException:
             await self._broken()
             raise

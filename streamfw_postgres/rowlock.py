@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, cast
 
@@ -33,14 +33,15 @@ from streamfw.broker import Delivery, Settlement, Subscription, UnitOfWork
 from streamfw.errors import BrokerError, BrokerUnavailable, SettleError
 from streamfw.outcome import ACK
 
-from .claiming import Claimed
+from .claiming import Claimed, by_priority
 from .deliveries import PostgresDelivery
-from .holding import Anyone, HeldClaim, Holder, Odd, RoleHolder, UnitHolder, nothing
+from .ending import Ending
+from .holding import Anyone, HeldClaim, Holder, Holders, UnitHolder, nothing
 from .journal import Journal
 from .lease import LeaseSource
 from .lock_unit import LeasedUnit, LockedUnit
 from .settling import lease_lost
-from .sql import BACK, DEAD, DONE, RETRY
+from .sql import BACK, DONE, RETRY
 from .suspects import is_suspect
 
 if TYPE_CHECKING:
@@ -70,54 +71,48 @@ class RowLockSource(LeaseSource):
         self._lease = lease
         self._locks = connection.lock_statements
         self._attempts = subscription.attempts
-        if self._attempts is not None:
-            self._claimer.journal = Journal(self._settles, self._locks, consumer)
+        self._journal = Journal(self._settles, self._locks, consumer) if self._attempts is not None else None
+        self._claimer.journal = self._journal
+        self.ending = Ending(self._sql, self._locks, self._journal, subscription.dead_letter, lease)
         # A batch is one transaction over rows of several claims: it is leased first, as in the lease form.
         self._for_handlers = subscription.workers if subscription.transactional and subscription.batch is None else 0
-        self._holders = [
-            RoleHolder(connection.role(f"holding rows of {subscription.name!r}"), self._lost_claim)
-            for _ in range(0 if self._for_handlers else connections)
-        ]
-        self._free: list[Holder] = list(self._holders)
-        self._freed = asyncio.Event()
+        holding = f"holding rows of {subscription.name!r}"
+        roles = [connection.role(holding) for _ in range(0 if self._for_handlers else connections)]
+        self._holders = Holders(roles, self._lost_claim)
         self._held: set[HeldClaim] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._probes = 1
         self._refused = 0
-        # The last claim brought something, so that the next transaction may begin with the end of one.
-        self._busy = False
+        self._failure: BrokerError | None = None
 
     @property
     def sent(self) -> int:
         """How many statements its connections have sent (without those of handlers' transactions)."""
-        return self._settles.statements + sum(holder.role.statements for holder in self._holders)
+        return self._settles.statements + sum(holder.role.statements for holder in self._holders.all)
 
     @property
     def workers_of_pool(self) -> int:
         """How many connections of the handlers' pool it needs."""
         return self._for_handlers
 
-    @property
-    def _journal(self) -> Journal | None:
-        return self._claimer.journal
-
     async def begin(self) -> None:
         """See `LeaseSource.begin`."""
         await super().begin()
-        for holder in self._holders:
+        for holder in self._holders.all:
             await holder.role.connect()
 
     # ------------------------------------------------------------------ claim
 
     async def _claim(self, limit: int, max_bytes: int) -> Claimed:
+        self._check_writable()
         claimed = None
         if not self._claimer.cautious:
+            if not await self._holders.wait(self._has_idle_worker if self._for_handlers else None):
+                return Claimed([], some=False)  # stopped meanwhile
             if self._for_handlers:
                 claimed = await self._claim_for_handlers(limit, max_bytes)
-            elif await self._has_free(lambda: bool(self._free)):
-                claimed = await self._claim_on(self._free.pop(), limit, max_bytes)
             else:
-                return Claimed([], some=False)
+                claimed = await self._claim_on(self._holders.take(), limit, max_bytes)
         if claimed is not None:
             return claimed
         # By the lease form, where suspects, the condemned and large bodies are at home.
@@ -125,19 +120,11 @@ class RowLockSource(LeaseSource):
             await self._journal.fold()
         return await self._claimer.claim(limit, max_bytes)
 
-    async def _has_free(self, condition: Callable[[], bool]) -> bool:
-        """Wait until claims that end have made room; False when the source is stopped."""
-        while not self._stopped:
-            if condition():
-                return True
-            self._freed.clear()
-            await self._freed.wait()
-        return False
+    def _has_idle_worker(self) -> bool:
+        return len(self._held) < self._for_handlers
 
     async def _claim_for_handlers(self, limit: int, max_bytes: int) -> Claimed | None:
         """A row each for workers that have none. As many at once as the last time there was something for all."""
-        if not await self._has_free(lambda: len(self._held) < self._for_handlers):
-            return Claimed([], some=False)
         probes = min(self._probes, limit, self._for_handlers - len(self._held))
         holders = [UnitHolder(self.pool, self._lost_claim) for _ in range(probes)]
         found = await asyncio.gather(*(self._claim_on(h, 1, max_bytes) for h in holders), return_exceptions=True)
@@ -158,7 +145,7 @@ class RowLockSource(LeaseSource):
         try:
             rows = await self._locked(holder, want, inline)
             if not rows or self._stopped or self._needs_care(rows):
-                await holder.end(nothing)
+                await holder.end(claim, nothing)
             elif not await self._noted(claim, rows):
                 await self._conclude(claim)  # first of all: the fold skips what is locked
                 await self._fold()
@@ -179,7 +166,7 @@ class RowLockSource(LeaseSource):
         if rows and not self._stopped:
             return None
         self._hints.short()
-        await self._rest()
+        await self._holders.rest()
         return Claimed([], some=False)
 
     async def _locked(self, holder: Holder, want: int, inline: int) -> list[asyncpg.Record]:
@@ -194,13 +181,15 @@ class RowLockSource(LeaseSource):
 
     def _delivered(self, rows: list[asyncpg.Record], claim: HeldClaim) -> list[PostgresDelivery]:
         name = self._subscription.name
-        return [
+        batch = [
             PostgresDelivery(
                 name=name, body=b, message_id=m, key=k, attempt=a, timestamp=t, raw_headers=h,
                 id=i, claim=claim, priority=p,
             )
             for i, a, _, p, t, m, k, h, b, _ in rows
         ]  # fmt: skip
+        batch.sort(key=by_priority)  # no join promises an order
+        return batch
 
     async def _noted(self, claim: HeldClaim, rows: list[asyncpg.Record]) -> bool:
         """Write the journal. False when some of these rows are in an abandoned one, which must be folded first."""
@@ -226,7 +215,7 @@ class RowLockSource(LeaseSource):
 
     def _hold(self, claim: HeldClaim, batch: list[PostgresDelivery], full: bool) -> None:
         claim.count = len(batch)
-        self._busy = True
+        self._holders.busy = True
         self.out.add(batch)
         self._held.add(claim)
         self._claimer.learn(batch)
@@ -240,6 +229,7 @@ class RowLockSource(LeaseSource):
         """See `Source.settle`. Durable when the claim has ended, which is when its last row is settled or after a
         second; of rows that hold a lease by then, when it returns."""
         self._check_open()
+        self._check_writable()
         late = self._record(settlements)
         errors = await self._settle_late(late) if late else ()
         if self._alone is not None or self._suspect is not None:
@@ -307,18 +297,22 @@ class RowLockSource(LeaseSource):
     async def _conclude(self, claim: HeldClaim, give_back: bool = False) -> None:
         """Write what was recorded, and commit; what is unfinished gets a lease, or is let go."""
         claim.close()
+        if claim.lost:
+            return
         loop = asyncio.get_running_loop()
         rest = [d for d in self.out.rows.values() if d.claim is claim] if claim.count else []
         leased = [] if give_back else [d.id for d in rest]
         sent = loop.time()
 
         async def write(connection: Anyone) -> int:
-            return await self._write(connection, claim, leased)
+            return await self.ending.write(connection, claim, leased)
 
         try:
-            await claim.holder.end(write, chain=self._busy and not rest and not self._stopped)
+            await claim.holder.end(claim, write, chain=self._holders.busy and not rest and not self._stopped)
         except BrokerError as error:
             log.warning("%r: a claim could not be ended: %s", self, error)
+            if not error.transient:
+                self._failure = error
             self._lost_claim(claim)
         except BaseException:
             self._lost_claim(claim)
@@ -335,57 +329,24 @@ class RowLockSource(LeaseSource):
         finally:
             self._over(claim)
         self._wake_for_returned()
-        if rest:
-            await self._rest()
+        if rest or not self._holders.busy:
+            await self._holders.rest()
 
-    async def _write(self, connection: Anyone, claim: HeldClaim, leased: list[int]) -> int:
-        """All statements of the end but the commit; how many."""
-        sent = await self._write_odd(connection, claim.odd) if claim.odd else 0
-        if leased:
-            await connection.execute(self._locks.lease, leased, claim.token, self._lease)
-            sent += 1
-        return sent + await self.write_done(connection, claim, claim.finished)
-
-    async def write_done(self, connection: Anyone, claim: HeldClaim, ids: list[int]) -> int:
-        """End these rows of a claim, and with them its journal; how many statements that took."""
-        if self._journal is not None:
-            await connection.execute(self._locks.done_noted, ids, self._journal.consumer, claim.token)
-        elif ids:
-            await connection.execute(self._locks.done, ids)
-        else:
-            return 0
-        return 1
-
-    async def _write_odd(self, connection: Anyone, odd: list[Odd]) -> int:
-        now = asyncio.get_running_loop().time()
-        dead_letter = self._subscription.dead_letter
-        for again in (False, True):
-            columns = (
-                [o[0] for o in odd],
-                [0] * len(odd),
-                [o[2] for o in odd],
-                [max(0.0, o[4] + o[3] - now) for o in odd],  # the pause began when it was recorded
-                [o[5] for o in odd],
-            )
-            done = set(await connection.fetchval(self._locks.odd, *columns, dead_letter))
-            odd = [o for o in odd if o[0] not in done and o[2] == DEAD]
-            if not odd or again:
-                break  # what has no place even now stays as it is, and comes again
-            await connection.execute(self._sql.ensure_queue, dead_letter)
-        return 1 + 2 * again
+    def _check_writable(self) -> None:
+        """Raise what a claim's end was refused with: nobody waited for it, and it would be refused for ever."""
+        if self._failure is not None:
+            raise self._failure
 
     def ended(self, claim: HeldClaim) -> None:
         """A claim was committed."""
 
     def _over(self, claim: HeldClaim) -> None:
-        """Its transaction has ended, one way or the other: the holder is free."""
-        claim.close()
-        claim.over.set()
-        self._held.discard(claim)
-        holder, claim.holder.claim = claim.holder, None
-        if isinstance(holder, RoleHolder) and holder not in self._free:
-            self._free.append(holder)
-        self._freed.set()
+        """Its transaction has ended, one way or the other: the holder is free. Twice is once."""
+        if not claim.over.is_set():
+            claim.close()
+            claim.over.set()
+            self._held.discard(claim)
+            self._holders.give_back(claim.holder)
 
     def _lost_claim(self, claim: HeldClaim) -> None:
         """The connection of a claim was lost: its rows are free, and nothing that was recorded took effect."""
@@ -406,19 +367,6 @@ class RowLockSource(LeaseSource):
         self._over(claim)
         self.lost(self.out.lose(rest))
         self._signal.set()
-
-    async def _rest(self) -> None:
-        """Leave no transaction open that holds nothing; those that end from now on begin none."""
-        self._busy = False
-        for holder in [h for h in self._free if isinstance(h, RoleHolder) and h.begun]:
-            self._free.remove(holder)
-            try:
-                await holder.end(nothing)
-            except BrokerError:
-                pass  # it held nothing
-            finally:
-                self._free.append(holder)
-                self._freed.set()
 
     # ----------------------------------------------------------------- alone
 
@@ -476,7 +424,7 @@ class RowLockSource(LeaseSource):
 
     def _end(self) -> None:
         super()._end()
-        self._freed.set()
+        self._holders.stop()
 
     async def flush(self, deadline: float) -> None:
         """End every claim; what is unfinished has a lease from then on."""
@@ -500,14 +448,14 @@ class RowLockSource(LeaseSource):
         for claim in list(self._held):  # a handler that did not end, or a server that does not answer
             self._lost_claim(claim)
             await claim.holder.drop()
-        await asyncio.gather(*(holder.role.close() for holder in self._holders))
+        await asyncio.gather(*(holder.role.close() for holder in self._holders.all))
 
     async def reopen(self) -> None:
         """See `Source.reopen`. Rows of claims whose connection was lost are lost since then; leases hold."""
         await super().reopen()
         if self._journal is not None:
             self._journal.consumer = self._claimer.consumer
-        for holder in self._holders:
+        for holder in self._holders.all:
             if holder.claim is None:
                 await holder.role.connect()
 

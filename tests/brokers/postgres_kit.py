@@ -108,7 +108,7 @@ def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
 async def abandon(source: LeaseSource) -> None:
     """End a source as a killed process does: nothing is given back, nothing is settled any more."""
     await source._renewer.close()
-    holders = source._holders if isinstance(source, RowLockSource) else []
+    holders = source._holders.all if isinstance(source, RowLockSource) else []
     for role in (source._claims, source._settles, *(holder.role for holder in holders)):
         await role.close()
     source._connection.forget(source)
