@@ -44,7 +44,11 @@ class Count(msgspec.Struct, kw_only=True):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One scenario, measured once. `date` is UTC; `commit` has a ``+`` behind it where files differed from it."""
+    """One scenario, measured once.
+
+    `date` is UTC; `commit` has a ``+`` behind it where files differed from it; `load` is the machine's, over the minute
+    before it began.
+    """
 
     scenario: str
     title: str
@@ -52,6 +56,7 @@ class Run(msgspec.Struct, kw_only=True):
     date: str
     commit: str
     machine: Machine
+    load: float | None = None
     python: str
     loop: str
     versions: dict[str, str]
@@ -92,6 +97,7 @@ def new_run(scenario: Described, loop: str) -> Run:
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         commit=_commit(),
         machine=_machine(),
+        load=round(os.getloadavg()[0], 1),
         python=platform.python_version(),
         loop=loop,
         versions={name: version for name in PACKAGES if (version := _version(name))},

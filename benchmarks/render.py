@@ -35,12 +35,13 @@ def table(run: Run) -> str:
     machine = run.machine
     versions = ", ".join(f"{name} {version}" for name, version in (run.versions | run.facts).items())
     rounds = f", {len(run.cases[0].samples)} rounds" if run.cases else ""
+    load = "" if run.load is None else f", load before {run.load:.1f}"
     goals = [line for case in run.cases for line in _comparisons(case)]
     parts = [
         run.about,
         "",
         f"{run.date[:10]}, commit {run.commit}, {machine.processor}, {machine.cores} cores, "
-        f"{machine.memory_gib:.0f} GiB, {machine.kernel}; Python {run.python}, {run.loop}{rounds}; "
+        f"{machine.memory_gib:.0f} GiB, {machine.kernel}; Python {run.python}, {run.loop}{rounds}{load}; "
         f"{versions}.",
     ]
     if run.cases:
