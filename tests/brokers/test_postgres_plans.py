@@ -14,6 +14,7 @@ import pytest
 
 from streamfw_postgres import PostgresBroker, migrate
 from streamfw_postgres.hints import Hints
+from streamfw_postgres.lock_sql import LockStatements
 from streamfw_postgres.roles import SESSION, set_session
 from streamfw_postgres.sql import LAST, Statements
 from tests.helpers import eventually
@@ -75,6 +76,7 @@ def _check(plan: dict[str, Any], most_buffers: int) -> None:
 
 SOME = f"array[{', '.join(map(str, range(1, 201)))}]"
 CLAIM = ("int, int, bigint, float8, int, bigint[], bigint[], bigint[]", f"1, 200, 42, 30, 1000000, {RANGES}")
+LOCK = ("int, int, int, bigint[], bigint[], bigint[]", f"1, 200, 1000000, {RANGES}", 2000)
 STATEMENTS = {
     "claim": (*CLAIM, 2000),
     "claim_ordered": (f"{CLAIM[0]}, bigint[], bigint", f"{CLAIM[1]}, array[1, 2], 9", 2500),
@@ -101,12 +103,31 @@ STATEMENTS = {
         200,
     ),
     "mark": ("bigint, bigint, int", "5, 0, 100", 60),
+    "tick_journal": ("int", "1", 1000),
+    "lock_claim": LOCK,
+    "lock_claim_for_journal": LOCK,
+    "lock_lease": ("bigint[], bigint, float8", f"{SOME}, 42, 30", 2500),
+    "lock_done": ("bigint[]", SOME, 1000),
+    "lock_done_noted": ("bigint[], int, bigint", f"{SOME}, 1, 7", 1100),
+    "lock_odd": (
+        "bigint[], bigint[], int[], float8[], bytea[], text",
+        "array[2, 4, 6, 8], array[0, 0, 0, 0], array[1, 2, 3, 4], array[9, 0, 0, 0], "
+        "array[null, null, null, null]::bytea[], 'q'",
+        300,
+    ),
+    "lock_note": ("int, bigint, text, bigint[]", f"1, 99, '5', {SOME}", 200),
+    "lock_fold": ("int, bigint[], bigint[]", "1, array[7], array[8]", 8000),
 }
 
 
 @pytest.mark.timeout(240)
 async def test_plans_over_a_million_rows(filled: asyncpg.Connection[Any]) -> None:
     statements = Statements()
+    sql = vars(statements) | {f"lock_{name}": text for name, text in vars(LockStatements()).items()}
+    await filled.execute(
+        "insert into streamfw.claim_journal select 1, t, '5', array(select generate_series(100 * t, 100 * t + 200)) "
+        "from generate_series(7, 9) t"
+    )
     await filled.execute(
         "update streamfw.consumer set owner_token = 9, owner_until = now() + interval '1 h' where id = 1"
     )
@@ -114,7 +135,7 @@ async def test_plans_over_a_million_rows(filled: asyncpg.Connection[Any]) -> Non
         if statistics:
             await filled.execute("vacuum analyze streamfw.message")
         for name, (types, values, most) in STATEMENTS.items():
-            plan = await _explained(filled, getattr(statements, name), types, values)
+            plan = await _explained(filled, sql[name], types, values)
             try:
                 _check(plan, most)
             except AssertionError as error:
