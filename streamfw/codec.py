@@ -54,9 +54,7 @@ class JsonCodec:
             validate: Callable[[bytes], Any] = annotation.model_validate_json
             return validate
         decode = msgspec.json.Decoder(annotation).decode
-        if custom := _not_json(annotation):
-            names = ", ".join(getattr(kind, "__qualname__", repr(kind)) for kind in custom)
-            raise TypeError(f"JSON has nothing that becomes {names}")
+        _refuse_strangers(annotation, "JSON")
         return decode
 
     def encode(self, value: Any) -> bytes:
@@ -79,7 +77,9 @@ class MsgpackCodec:
         if _is_pydantic(annotation):
             decode, validate = msgspec.msgpack.Decoder().decode, annotation.model_validate
             return lambda body: validate(decode(body))
-        return msgspec.msgpack.Decoder(annotation).decode
+        decoder = msgspec.msgpack.Decoder(annotation).decode
+        _refuse_strangers(annotation, "MessagePack")
+        return decoder
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, bytes):
@@ -109,7 +109,14 @@ def _is_pydantic(annotation: Any) -> bool:
     return pydantic is not None and isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
 
 
-def _not_json(annotation: Any) -> list[Any]:
+def _refuse_strangers(annotation: Any, form: str) -> None:
+    """Raise `TypeError` when `annotation` holds a type that no body can become."""
+    if strangers := _strangers(annotation):
+        names = ", ".join(getattr(kind, "__qualname__", repr(kind)) for kind in strangers)
+        raise TypeError(f"{form} has nothing that becomes {names}")
+
+
+def _strangers(annotation: Any) -> list[Any]:
     """The types in `annotation`, at any depth, that msgspec leaves to a hook. Without one it would refuse every body,
     so it is better said at build: most often a marker (State, ..) was forgotten."""
     from msgspec import inspect

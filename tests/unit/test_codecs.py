@@ -68,6 +68,17 @@ def test_what_is_not_the_annotation_is_refused(codec: Codec) -> None:
         codec.decoder(Model)(codec.encode({"id": -1, "at": NOW}))
 
 
+class Pool:
+    pass
+
+
+@pytest.mark.parametrize("codec", [JsonCodec(), MsgpackCodec()], ids=["json", "msgpack"])
+def test_what_no_body_becomes_is_told_at_build(codec: Codec) -> None:
+    for annotation in (Pool, list[Pool], dict[str, Pool | None]):
+        with pytest.raises(TypeError, match="has nothing that becomes Pool"):
+            codec.decoder(annotation)
+
+
 def test_a_raw_body_is_bytes() -> None:
     codec = RawCodec()
     assert codec.decoder(bytes)(b"x") == b"x"
