@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -54,11 +55,11 @@ class Strict:
     def __init__(self, most: int) -> None:
         self.most = most
 
-    def decoder(self, annotation: object) -> object:
+    def decoder(self, annotation: Any) -> Callable[[bytes], Any]:
         decode = msgspec.json.Decoder(annotation).decode
         most = self.most
 
-        def decode_at_most(body: bytes) -> object:
+        def decode_at_most(body: bytes) -> Any:
             if len(body) > most:
                 raise ValueError(f"more than {most} bytes")
             return decode(body)

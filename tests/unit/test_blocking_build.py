@@ -67,7 +67,7 @@ def blocks_too(order: Order) -> None: ...
 
 
 blocked = blocks_too
-blocks_too = functools.cache(blocks_too)  # type: ignore[assignment]
+blocks_too = functools.cache(blocks_too)
 
 
 class Methods:
@@ -176,7 +176,7 @@ def test_the_configuration_has_them_too(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_right() -> None:
     assert mistakes(blocks) == []
     assert mistakes(blocks, run_in="thread", workers=40) == []
-    assert mistakes(renamed, **PROCESS) == []
+    assert mistakes(renamed, run_in="process") == []
     assert mistakes(with_sync_publisher) == []
     assert mistakes(with_state) == []
     assert mistakes(asynchronous, workers=100) == []
