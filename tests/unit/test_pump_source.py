@@ -78,11 +78,12 @@ async def test_release_drops_what_moved_and_keeps_the_rest_in_order(workers: int
     async def handle(order: Order, message: Message) -> None:
         await asyncio.sleep(0)
         seen.setdefault(message.key, []).append(order.id)
+        if sum(map(len, seen.values())) == 20:  # in the middle of the first fetch
+            rig.pump.hold()
 
     source = FakeSource(prepared(200, lambda n: f"k{n % 4}"))
     async with pumping(handle, source, workers=workers, ordered=True) as rig:
-        await eventually(lambda: len(seen) == 4)
-        rig.pump.hold()
+        await eventually(lambda: sum(map(len, seen.values())) >= 20)
         assert await rig.pump.quiesce(5)
         before = len(seen["k1"])
         moved = [d for d in source.out.values() if d.key == "k1" and d.position not in seen["k1"]]
@@ -92,7 +93,7 @@ async def test_release_drops_what_moved_and_keeps_the_rest_in_order(workers: int
         source.queue = type(source.queue)(m for m in source.queue if m.key != "k1")
         rig.pump.release(lambda delivery: delivery.key == "k1")
         await rig.all_ended(150 + before)
-        assert rig.pump.counters.lost == len(moved) == 50 - before
+        assert rig.pump.counters.lost == len(moved) > 0  # what was not fetched yet was never ours
     for key, numbers in seen.items():
         assert numbers == sorted(numbers), key
         assert len(numbers) == (before if key == "k1" else 50)
