@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from streamfw.errors import (
     BrokerClosed,
     BrokerError,
+    BrokerUnavailable,
     OutcomeUnknown,
     PublishError,
     Rejected,
@@ -182,9 +183,6 @@ class Publisher:
                     for i, (m, _) in enumerate(items)
                     if m.name in unknown
                 }
-            if unknown and not known:
-                for name in unknown:
-                    await self._role.fetch(self._sql.ensure_queue, name)
         except BrokerClosed:
             raise
         except BrokerError as error:
@@ -193,11 +191,33 @@ class Publisher:
             return {i: _failure(item[0], error) for i, item in enumerate(items)}
         if not unknown:
             return {}
+        # The others are stored: whatever happens from here on is the answer of these alone.
         again = [i for i, (message, _) in enumerate(items) if message.name in unknown]
         if known:  # removed again in this very moment, by a person
             return {i: _failure(items[i][0], BrokerError("its queue is being removed")) for i in again}
-        failed = await self._stored([items[i] for i in again], known=True)
-        return {again[i]: error for i, error in failed.items()}
+        refused = await self._made_known(unknown)
+        failed = {i: _failure(items[i][0], refused[items[i][0].name]) for i in again if items[i][0].name in refused}
+        again = [i for i in again if i not in failed]
+        if again:
+            answers = await self._stored([items[i] for i in again], known=True)
+            failed.update({again[i]: error for i, error in answers.items()})
+        return failed
+
+    async def _made_known(self, names: Sequence[str]) -> dict[str, BrokerError]:
+        """Make these queues known; answers those that could not be, and why. None of their messages is stored."""
+        refused: dict[str, BrokerError] = {}
+        for place, name in enumerate(names):
+            try:
+                await self._role.fetch(self._sql.ensure_queue, name)
+            except BrokerClosed:
+                raise
+            except BrokerError as error:
+                if error.transient:  # the server is away: also for the others
+                    away = BrokerUnavailable(str(error))  # also where the statement was cut: it stores no message
+                    away.__cause__ = error
+                    return refused | dict.fromkeys(names[place:], away)
+                refused[name] = error
+        return refused
 
     async def _apart(self, items: list[Item]) -> dict[int, PublishError]:
         """Two statements: for what is kept where nobody has subscribed, and for what is not."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import asyncpg
 import pytest
 
 from streamfw.errors import BrokerClosed, OutcomeUnknown, Rejected, TooLarge, Unavailable
 from streamfw.message import Headers
+from streamfw_postgres.roles import Cut, Role
 from tests.helpers import eventually
 from tests.services.postgres import Postgres
 
@@ -118,6 +120,35 @@ async def test_a_queue_whose_name_is_too_long_for_an_index_is_refused(on: Kit) -
     answers = await on.connection.publish([outgoing(name), outgoing("ok")])
     assert isinstance(answers[0], Rejected)
     assert answers[1] is None
+
+
+async def test_a_queue_that_cannot_be_made_known_leaves_the_others_stored_once(on: Kit) -> None:
+    """They were stored by the statement that found its name unknown: to repeat them would double them."""
+    await on.publish("known", b"0")
+    name = "".join(chr(0x4E00 + n) for n in range(5000))
+    messages = [outgoing("known", b"1"), outgoing(name), outgoing("new", b"2"), outgoing("known", b"3"), outgoing(name)]
+    answers = await on.connection.publish(messages)
+    assert [type(answer) for answer in answers] == [type(None), Rejected, type(None), type(None), Rejected]
+    assert sorted(bytes(r["body"]) for r in await on.rows("body")) == [b"0", b"1", b"2", b"3"]
+
+
+async def test_a_server_that_goes_before_a_queue_is_known_takes_no_stored_message_along(
+    on: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was stored is answered as stored, and what was not as surely not: nobody publishes again in vain."""
+    await on.publish("known", b"0")
+    fetch_, made_known = on.connection._publishes.fetch, on.connection.statements.ensure_queue
+
+    async def cut(sql: str, *args: object, **options: Any) -> Any:
+        if sql == made_known:
+            on.connection._publishes.terminate()
+            raise Cut("cut")
+        return await fetch_(sql, *args, **options)
+
+    monkeypatch.setattr(Role, "fetch", lambda role, *args, **options: cut(*args, **options))
+    answers = await on.connection.publish([outgoing("known", b"1"), outgoing("new"), outgoing("newer")])
+    assert [type(answer) for answer in answers] == [type(None), Unavailable, Unavailable]
+    assert [bytes(r["body"]) for r in await on.rows("body")] == [b"0", b"1"]
 
 
 async def test_a_body_beyond_the_limit(on: Kit) -> None:
