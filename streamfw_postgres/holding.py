@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
@@ -220,7 +220,7 @@ class UnitHolder(Holder):
         self.entered = False  # a handler runs in it
 
     @contextmanager
-    def deadline(self) -> Iterator[None]:
+    def deadline(self) -> Generator[None, None, None]:
         """For our own statements: a connection that does not answer in time is ended."""
         timer = self._pool.deadline(self.connection)
         try:
