@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from streamfw.broker import Subscription
     from streamfw.message import Message
 
-__all__ = ["JsonFormatter", "SubscriberLog", "TextFormatter", "about", "configure_logging", "without_passwords"]
+__all__ = [
+    "JsonFormatter",
+    "SubscriberLog",
+    "TextFormatter",
+    "about",
+    "configure_logging",
+    "logs_json",
+    "without_passwords",
+]
 
 logger = logging.getLogger("streamfw")
 MOST_TEXT: Final = 1024  # characters of an error's own text
@@ -202,3 +210,8 @@ def configure_logging(
     root.setLevel(level)
     root.addHandler(handler)
     return True
+
+
+def logs_json() -> bool:
+    """Whether this process logs as JSON: a child of it should, too."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)

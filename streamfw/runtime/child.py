@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from streamfw.errors import DecodeError
+from streamfw.observe.logs import configure_logging, logs_json
 from streamfw.outcome import Outcome
 
 from . import blocking
@@ -45,6 +46,7 @@ class Setup(msgspec.Struct, kw_only=True):
     parent: int
     argv: list[str]
     log_level: int
+    log_json: bool
     targets: list[bytes]
     main_path: str | None = None
     main_name: str | None = None
@@ -56,6 +58,7 @@ class Setup(msgspec.Struct, kw_only=True):
             parent=os.getpid(),
             argv=list(sys.argv),
             log_level=logging.getLogger().level,
+            log_json=logs_json(),
             # Each by itself: what they refer to can be imported only when the main module is there.
             targets=[pickle.dumps(target) for target in targets],
         )
@@ -144,10 +147,7 @@ def _set_up(setup: Setup, functions: list[Callable[..., Any]]) -> tuple[str, str
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}"
         return where, f"a process that runs it cannot be set up (its error output says where): {text}"
-    if not logging.getLogger().handlers:
-        logging.basicConfig(
-            level=setup.log_level, format="%(asctime)s %(levelname)s [%(process)d] %(name)s %(message)s"
-        )
+    configure_logging(setup.log_json, setup.log_level, process=True)
     return None
 
 

@@ -74,6 +74,7 @@ class Threads:
             "%s: message %s was cancelled (its timeout?), but a thread cannot be: its handler is waited for",
             where,
             ", ".join(slot.message_ids) if slot is not None else "",
+            extra={"subscriber": where, "message_ids": slot.message_ids if slot is not None else []},
         )
 
 

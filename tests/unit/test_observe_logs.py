@@ -22,6 +22,7 @@ from streamfw.errors import LeaseLost
 from streamfw.observe import JsonFormatter, TextFormatter, configure_logging
 from streamfw.observe.logs import without_passwords
 from streamfw.outcome import Ack, Policy
+from streamfw.runtime.child import Setup
 from streamfw.runtime.transaction import transactional
 from tests.helpers import eventually
 
@@ -328,3 +329,13 @@ def test_an_app_that_runs_logs_as_its_settings_say(form: str, level: str) -> Non
         assert "shop runs with 0 subscribers" in [json.loads(line)["message"] for line in written]
     else:
         assert any(line.endswith("INFO streamfw shop runs with 0 subscribers") for line in written)
+
+
+def test_a_child_process_logs_in_the_form_of_its_parent() -> None:
+    with bare_root():
+        configure_logging(json=True, level="WARNING", stream=io.StringIO())
+        setup = Setup.here([])
+    assert (setup.log_json, setup.log_level) == (True, logging.WARNING)
+    with bare_root():
+        configure_logging(stream=io.StringIO())
+        assert not Setup.here([]).log_json
