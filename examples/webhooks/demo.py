@@ -7,6 +7,7 @@ the other stands by; the one at work is killed half way. On memory all is in thi
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -73,6 +74,7 @@ def running_on(broker: str, description: str) -> AbstractAsyncContextManager[Run
 @asynccontextmanager
 async def running_on_memory(broker: str) -> AsyncIterator[Running]:
     """The service in this process."""
+    logging.getLogger("streamfw").setLevel(logging.ERROR)  # what failed and was tried again is in the table
     os.environ["STREAMFW_BROKERS__DEFAULT__URL"] = broker
     from .service import app  # reads the environment
 
