@@ -5,27 +5,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
-import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, TypeVar, Unpack
 
-import msgspec
-
 from .broker import Broker, Connection
 from .build import Builder, Built
 from .codec import Codec, JsonCodec
-from .config import Settings, near, read
-from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning
+from .config import Settings, read
+from .errors import ConfigError, NotRunning
 from .injection import Injector
-from .lifespan import Lifespan, find_state, lifespan_mistakes, open_lifespan, state_type
+from .life import Life
+from .lifespan import Lifespan, lifespan_mistakes, open_lifespan, state_type
 from .middleware import Middleware
 from .observe.health import AppHealth, health_of
 from .observe.logs import configure_logging
@@ -36,18 +31,13 @@ from .placement import offload_mistakes
 from .publisher import Publisher
 from .router import Router
 from .runtime import blocking
-from .runtime.plan import Counters
 from .runtime.pump import Pump
 from .runtime.replies import Inbox
-from .runtime.settler import backoff
-from .runtime.watchdog import Watchdog
 from .subscriber import Declaration, Options, declarations, subscriber
 
 __all__ = ["App", "AppHealth"]
 
-logger = logging.getLogger("streamfw")
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -116,18 +106,8 @@ class App:
         self._observation, self._injectors = Observation(tracer, durations), list[Injector]()
         self._built: Built | None = None
         self._settings: Settings | None = None
-        self._connections: dict[str, Connection] = {}
-        self._inboxes: dict[str, Inbox] = {}
-        self._pumps: list[Pump] = []
-        self._running = self._started = False
-        self._patience: float | None = None  # until when, of the loop's clock, a server is waited for at start
-        self._failure: BaseException | None = None
-        self._host: asyncio.Task[Any] | None = None
-        self._on_failure: Callable[[BaseException], None] = self._interrupt
-        self._interrupted = self._draining = False
-        self._ends_process = False
+        self._life: Life | None = None
         self._on_connect: Callable[[str, Connection], None] | None = None  # for tests, which watch what is published
-        self.state: tuple[object, ...] = ()
 
     # -- declaring
 
@@ -254,20 +234,14 @@ class App:
         return outlet
 
     def _inbox(self, name: str) -> Inbox:
-        inbox = self._inboxes.get(name)
-        if inbox is None:
-            capabilities = self.broker(name).capabilities
-            member = os.urandom(8).hex()
-            inbox = self._inboxes[name] = Inbox(name, self._connection(name), capabilities, member, self._pump_failed)
-        return inbox
+        self._connection(name)
+        assert self._life is not None  # or there would be no connection
+        return self._life.inbox(name)
 
     def _connection(self, name: str) -> Connection:
-        connection = self._connections.get(name)
-        if connection is None:
-            if self._started:
-                raise ConfigError(f"brokers.{name}", f"there is no broker {name!r}{near(name, self._connections)}")
+        if self._life is None:
             raise NotRunning(f"broker {name!r} is not connected: publish inside app.running(), or in a handler")
-        return connection
+        return self._life.connection(name)
 
     def connection(self, broker: str = "default") -> Connection:
         """The open connection of a broker, while the app runs. Raises `NotRunning`, `ConfigError` for another name."""
@@ -289,39 +263,16 @@ class App:
         the process instead, with exit code 1, 5 s after its deadline.
         """
         self._not_in_a_child()
-        self._ends_process = ends_process
-        if self._running:
+        if self._life is not None:
             raise NotRunning("the app runs already")
         built = self.build()
-        self._running, self._failure, self._interrupted, self._draining = True, None, False, False
-        self._host, self._on_failure = asyncio.current_task(), on_failure or self._interrupt
-        wait = self.settings.wait
-        self._patience = None if wait is None else asyncio.get_running_loop().time() + wait
+        open_state = None if self._lifespan is None else partial(open_lifespan, self._lifespan, self)
+        self._life = life = Life(built, self.settings, open_state, on_failure, ends_process, self._on_connect)
         try:
-            async with AsyncExitStack() as stack:
-                for name, broker in built.brokers.items():
-                    self._connections[name] = await self._patiently(
-                        f"broker {name!r} ({broker.describe()})", partial(self._connect, stack, name, broker)
-                    )
-                self.state = await self._enter_lifespan(stack)
-                self._bind_states(built)
-                await stack.enter_async_context(built.offload.running())
-                self._watch_the_loop(stack)
-                stack.push_async_callback(self._drain)
-                await self._start(built)
-                self._started = True
+            async with life.running():
                 yield self
-        except asyncio.CancelledError:
-            if self._failure is None:
-                raise
         finally:
-            host, self._host = self._host, None
-            self._running = self._started = False
-            self._connections, self._inboxes, self._pumps, self.state = {}, {}, [], ()
-            if self._interrupted and host is not None:
-                host.uncancel()
-        if self._failure is not None:
-            raise self._failure
+            self._life = None
 
     @staticmethod
     def _not_in_a_child() -> None:
@@ -331,128 +282,16 @@ class App:
                 "`if __name__ == '__main__':`"
             )
 
-    def _watch_the_loop(self, stack: AsyncExitStack) -> None:
-        if self.settings.watchdog:
-            watchdog = Watchdog(self.settings.watchdog, lambda: self._pumps)
-            watchdog.start()
-            stack.callback(watchdog.stop)
-
-    async def _connect(self, stack: AsyncExitStack, name: str, broker: Broker) -> Connection:
-        connection = await stack.enter_async_context(broker.connect())
-        if self._on_connect is not None:
-            self._on_connect(name, connection)
-        return connection
-
-    async def _patiently(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Do `attempt`, again and again while the server is away; the whole start may take `Settings.wait` seconds."""
-        loop = asyncio.get_running_loop()
-        tries = 0
-        while True:
-            try:
-                async with asyncio.timeout_at(self._patience) as bound:
-                    return await attempt()
-            except TimeoutError as error:
-                if not bound.expired():
-                    raise
-                raise BrokerUnavailable(f"{what}: no answer within wait={self.settings.wait:g} s") from error
-            except BrokerError as error:
-                left = math.inf if self._patience is None else self._patience - loop.time()
-                if not error.transient or left <= 0:
-                    raise
-                logger.warning("%s: %s; trying again", what, error)
-                await asyncio.sleep(min(backoff(tries), 5.0, left))
-                tries += 1
-
-    async def _enter_lifespan(self, stack: AsyncExitStack) -> tuple[object, ...]:
-        if self._lifespan is None:
-            return ()
-        state = await stack.enter_async_context(open_lifespan(self._lifespan, self))
-        return state if type(state) is tuple else (state,)
-
-    def _bind_states(self, built: Built) -> None:
-        errors = []
-        for one in built.subscribers:
-            for parameter, kind in one.compiled.states.items():
-                value, mistake = find_state(self.state, kind)
-                if mistake is None:
-                    one.compiled.bind(parameter, value)
-                else:
-                    errors.append(BuildError(one.declaration.where, f"parameter {parameter!r}: {mistake}"))
-        if errors:
-            raise ExceptionGroup("the lifespan does not yield what handlers take", errors)
-
-    async def _start(self, built: Built) -> None:
-        for one in built.subscribers:
-            pump = one.pump = Pump(one.make_plan(one.source), self._pump_failed)
-            connection = self._connection(one.broker)
-            await self._patiently(one.declaration.where, partial(pump.open, connection))
-            self._pumps.append(pump)
-        for pump in self._pumps:
-            pump.start()
-        facts = {"app": self.settings.name, "brokers": {n: b.describe() for n, b in built.brokers.items()}}
-        logger.info("%s runs with %d subscribers", self.settings.name, len(self._pumps), extra=facts)
-
-    def _pump_failed(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-            logger.error("a subscriber ended: %s", error, extra={"app": self.settings.name})
-            if not self._draining:
-                self._on_failure(error)
-
-    def _interrupt(self, error: BaseException) -> None:
-        """Cancel the body of `running`, which raises the error then."""
-        if self._host is not None and not self._interrupted:
-            self._interrupted = True
-            self._host.cancel()
-
-    async def _drain(self) -> None:
-        """Drain all pumps under one deadline. A cancellation that arrives meanwhile (ours may be late) is not lost, and
-        does not leave sources open: it is raised when the drain is over, which is bounded (but for handlers that run
-        in threads)."""
-        self._draining = True
-        deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
-        drained = asyncio.ensure_future(self._drain_all(deadline))
-        cancelled = False
-        while not drained.done():
-            try:
-                await asyncio.wait([drained])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
-
-    async def _drain_all(self, deadline: float) -> None:
-        ends = (pump.drain(deadline, self._ends_process) for pump in self._pumps)
-        failed = await asyncio.gather(*ends, return_exceptions=True)
-        if any(pump.stuck for pump in self._pumps):
-            self._leave_threads_behind()
-        # Last: handlers that finish may still wait for replies.
-        failed += await asyncio.gather(*(inbox.close() for inbox in self._inboxes.values()), return_exceptions=True)
-        for error in failed:
-            if isinstance(error, BaseException):
-                logger.error("while draining: %r", error, exc_info=error)
-        if self._started:
-            self._tell_the_end()
-
-    def _tell_the_end(self) -> None:
-        total = Counters.sum(pump.counters for pump in self._pumps)
-        facts: dict[str, object] = {"app": self.settings.name, **msgspec.structs.asdict(total)}
-        text = "%s has stopped: %d acknowledged, %d failed and tried again, %d dead letters, %d dropped, %d given back"
-        counts = (total.acked, total.retried, total.dead, total.dropped, total.released)
-        logger.info(text, self.settings.name, *counts, extra=facts)
-
-    def _leave_threads_behind(self) -> None:
-        """End the process, with threads that still handle messages. Nothing that they use is closed, and their
-        deliveries are not given back: nobody else may have them while the threads live, and those end with the
-        process. To the broker it is a crash with these deliveries at hand."""
-        logger.error("the drain is over, but handlers run in threads: ending the process; their messages come again")
-        if self._built is not None:
-            self._built.offload.end_at_once()
-        blocking.end_the_process()
-
     def health(self) -> AppHealth:
         """Whether the app runs and every subscriber has a live source; no I/O."""
-        return health_of(self._started, self._failure, list(self._pumps))
+        if self._life is None:
+            return health_of(False, None, [])
+        return health_of(self._life.started, self._life.failure, list(self._life.pumps))
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended a subscriber, the first of them, while the app runs."""
+        return None if self._life is None else self._life.failure
 
     def metrics(self) -> list[Metric]:
         """Counters and gauges of what runs, as they are now: copies of a few integers. From any thread."""
@@ -466,12 +305,17 @@ class App:
     @property
     def inboxes(self) -> Sequence[Inbox]:
         """The open reply inboxes, for what watches them."""
-        return list(self._inboxes.values())
+        return [] if self._life is None else list(self._life.inboxes.values())
 
     @property
     def pumps(self) -> Sequence[Pump]:
         """The running pumps, for what watches them."""
-        return self._pumps
+        return [] if self._life is None else self._life.pumps
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What the lifespan yielded, while the app runs."""
+        return () if self._life is None else self._life.state
 
     def configure_logging(self, *, process: bool = False) -> None:
         """Log as the settings say, unless logging is configured already. Wrong settings are for `build` to tell."""
@@ -479,8 +323,8 @@ class App:
         configure_logging(settings.log == "json", settings.log_level.upper(), process=process)
 
     def run(self, *, wait: float | None = None) -> None:
-        """Run until SIGINT or SIGTERM, then drain. Returns after a drain; raises `SystemExit`: 1 after a failure, 130
-        after a second signal, which ends at once.
+        """Run until SIGINT, SIGTERM or SIGHUP, then drain. Returns after a drain; raises `SystemExit`: 1 after a
+        failure, 130 after a second signal, which ends at once.
 
         `wait`: seconds to wait for a server that is away at start (default: the configuration's, or for ever).
         """

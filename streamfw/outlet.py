@@ -151,7 +151,6 @@ class Outlet:
 
     async def publish(self, name: str, payload: object, **options: Unpack[PublishOptions]) -> str:
         """Publish and return the message id, once the broker has accepted it. Raises a `PublishError`."""
-        self._connection(self.broker)  # not running is told before anything about the message
         if options or type(name) is not str or not name:
             message = outgoing(self.codec, name, payload, **options)
         else:  # the same, for the publish that most are

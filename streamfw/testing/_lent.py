@@ -39,7 +39,7 @@ def lent(
 ) -> Generator[None, None, None]:
     """Within the context `app` has the brokers that `brokers` makes of the names of its own (None: its own) and this
     state instead of a lifespan's; it is to be built anew. `drain_timeout` and `wait` are at most so many seconds."""
-    if getattr(app, "_running") or getattr(app, "_on_connect") is not None:  # noqa: B009
+    if getattr(app, "_life") is not None or getattr(app, "_on_connect") is not None:  # noqa: B009
         raise NotRunning("the app runs already, or is in a TestApp: a TestApp needs it for itself")
     saved = {name: getattr(app, name) for name in SET}
     publishers = [

@@ -227,7 +227,7 @@ class TestApp(Observations):
         """Raise what ended the app."""
         if self._runner is None:
             raise NotRunning("this TestApp is not entered: async with TestApp(app) as tb")
-        failure: BaseException | None = getattr(self.app, "_failure")  # noqa: B009
+        failure = self.app.failure
         if self._runner.done():
             failure = None if self._runner.cancelled() else self._runner.exception()
         if failure is not None:

@@ -471,7 +471,7 @@ if __name__ == "__main__":
     def publish() -> None:
         while True:
             try:
-                loop, connection = app._host.get_loop(), app.connection()
+                loop, connection = app._life._host.get_loop(), app.connection()
             except Exception:
                 time.sleep(0.01)
                 continue

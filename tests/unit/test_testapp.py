@@ -429,7 +429,7 @@ async def test_the_app_is_left_as_it_was() -> None:
         await receipts.publish(Receipt(order.id))
 
     app = App(ship, brokers={"default": broker, "second": "memory://"}, publishers=[receipts])
-    settings = ("_handlers", "_brokers", "_built", "_lifespan", "_settings", "_on_connect", "_publishers", "_running")
+    settings = ("_handlers", "_brokers", "_built", "_lifespan", "_settings", "_on_connect", "_publishers", "_life")
     untouched = {name: vars(app)[name] for name in settings}
     with pytest.raises(Boom):  # noqa: PT012
         async with TestApp(app) as tb:
