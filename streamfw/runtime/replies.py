@@ -21,7 +21,7 @@ import msgspec
 from streamfw.broker import REPLY_PREFIX, Capabilities, Connection, Order, Subscription
 from streamfw.errors import BrokerError, NotRunning, ReplyTimeout, Unroutable, Unsupported
 from streamfw.handler import Call
-from streamfw.message import CORRELATION_ID, REPLY_TO, Headers, Message, Outgoing, new_message_id
+from streamfw.message import CORRELATION_ID, NO_HEADERS, REPLY_TO, Headers, Message, Outgoing, new_message_id
 from streamfw.observe.logs import about
 from streamfw.outcome import Outcome, Policy
 
@@ -151,6 +151,9 @@ def replying(call: Call, reply: Callable[[str, object, Headers], Any], patterns:
         result = await call(message)
         if isinstance(result, Outcome):
             return result
+        raw = message.raw_headers
+        if raw is None or raw is NO_HEADERS:  # most messages: nobody asks
+            return None
         headers = message.headers
         address = headers.get(REPLY_TO)
         if address is None:
