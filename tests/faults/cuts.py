@@ -18,6 +18,7 @@ import msgspec
 from streamfw import App, Attempt, Message, OutcomeUnknown, PublishError, subscriber
 from streamfw.message import new_message_id
 from streamfw_postgres import PostgresBroker
+from streamfw_postgres.queue import Form
 from tests.faults.ledger import Ledger, Verdict, judge, recorded
 from tests.services.postgres import OwnPostgres
 from tests.services.proxy import Proxy
@@ -42,16 +43,20 @@ class CutRun:
     seconds: float
 
 
-async def cut_run(server: OwnPostgres, directory: Path, *, seed: int, messages: int, faults: int) -> CutRun:
-    """Publish `messages` one by one while `faults` faults happen; end when everything published is settled."""
+async def cut_run(
+    server: OwnPostgres, directory: Path, *, seed: int, messages: int, faults: int, form: str = "lease"
+) -> CutRun:
+    """Publish `messages` one by one while `faults` faults happen; end when everything published is settled. `form` as
+    for the workers (``worker.py``)."""
     began = time.monotonic()
     ledger = Ledger(directory / "app.log")
     facts = server.facts.over_tcp()
     async with Proxy.to_tcp(facts.host, facts.port) as proxy:
         url = facts.at(proxy.host, proxy.port).dsn
-        broker = PostgresBroker(url, lease=LEASE, auto_migrate=True, command_timeout=3.0)
+        held: Form = "lease" if form == "lease" else "rowlock"
+        broker = PostgresBroker(url, form=held, lease=LEASE, auto_migrate=True, command_timeout=3.0)
 
-        @subscriber(QUEUE, workers=8)
+        @subscriber(QUEUE, workers=8, attempts=1000 if form == "journal" else None)
         async def handle(work: Work, message: Message, attempt: Annotated[int, Attempt]) -> None:
             ledger.started(message.message_id, attempt)
             if work.number % 3 == 0:
@@ -62,7 +67,9 @@ async def cut_run(server: OwnPostgres, directory: Path, *, seed: int, messages: 
             run = _Run(app, server, proxy, random.Random(seed))
             await asyncio.gather(run.publish(messages, faults), run.harm(faults))
             await run.settled()
-    verdict = judge(directory, run.published, set(), maybe=run.maybe, lease=LEASE)
+    # A lost connection takes its claim with it at once; a lease outlives it.
+    over = LEASE if held == "lease" else 0.0
+    verdict = judge(directory, run.published, set(), maybe=run.maybe, lease=over, counted=form != "rowlock")
     return CutRun(verdict, run.faults, len(run.maybe), run.refused, run.unhealthy_seen, time.monotonic() - began)
 
 

@@ -69,8 +69,8 @@ def _poison(server: services.OwnPostgres, directory: Path, seed: int, form: str 
     return {"kills": run.kills, "dead_letters": run.dead, **_checked(run.verdict)}
 
 
-def _cuts(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
-    run = asyncio.run(cut_run(server, directory, seed=seed, messages=2_000, faults=20))
+def _cuts(server: services.OwnPostgres, directory: Path, seed: int, form: str = "lease") -> Counts:
+    run = asyncio.run(cut_run(server, directory, seed=seed, messages=2_000, faults=20, form=form))
     faults = {name: run.faults[name] for name in sorted(run.faults)}
     return {"faults": faults, "outcome_unknown": run.unknown, **_checked(run.verdict)}
 
@@ -88,6 +88,10 @@ def _operations(server: services.OwnPostgres, directory: Path, seed: int) -> Cou
     return {"kills": faults.pop("kill"), "faults": faults, **checked}
 
 
+def _lock_cuts(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+    return _cuts(server, directory, seed, ("rowlock", "journal")[seed % 2])
+
+
 SUITES = (
     Suite("postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills),
     Suite("postgres-lease-poison", "one message in 1,000 that kills its process, attempts=3", 3, _poison),
@@ -95,6 +99,7 @@ SUITES = (
     Suite("postgres-rowlock-poison", "the same by row locks: one message that kills its process", 3, _lock_poison),
     Suite("operations", "a service reloaded, restarted, replaced and killed under load, 20 times each", 4, _operations),
     Suite("postgres-lease-cuts", "connections, backends and the server cut under a running app", 10, _cuts),
+    Suite("postgres-rowlock-cuts", "the same by row locks, every other round with attempts counted", 10, _lock_cuts),
 )
 
 

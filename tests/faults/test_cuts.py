@@ -11,8 +11,11 @@ from tests.services.postgres import OwnPostgres
 
 
 @pytest.mark.timeout(180)
-async def test_twenty_cuts_under_a_running_app_lose_nothing(own_durable_postgres: OwnPostgres, tmp_path: Path) -> None:
-    run = await cut_run(own_durable_postgres, tmp_path, seed=3, messages=600, faults=20)
+@pytest.mark.parametrize("form", ["lease", "rowlock", "journal"])
+async def test_twenty_cuts_under_a_running_app_lose_nothing(
+    own_durable_postgres: OwnPostgres, tmp_path: Path, form: str
+) -> None:
+    run = await cut_run(own_durable_postgres, tmp_path, seed=3, messages=600, faults=20, form=form)
     assert run.verdict.good, run.verdict
     assert run.verdict.handled == run.verdict.published
     assert sum(run.faults.values()) == 20
