@@ -35,7 +35,7 @@ _PATIENT = 120.0
 
 class PostgresConnection(Connection):
     """Made by `PostgresBroker.connect`. Publishing has a connection of its own, and so has listening; each source has
-    two; transactional handlers share a pool."""
+    two (by row locks those that hold rows, and one more); transactional handlers share a pool."""
 
     def __init__(self, connect: Connector, settings: Settings) -> None:
         self._connect = connect
