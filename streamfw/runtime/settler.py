@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from streamfw.broker import Delivery, Settlement, Source
 from streamfw.errors import BrokerError, SettleError
-from streamfw.outcome import ACK, DeadLetter
+from streamfw.outcome import ACK, Ack, DeadLetter
 
 from .signal import Signal
 
@@ -27,6 +27,7 @@ __all__ = ["Settler", "backoff"]
 
 PACE = 4.0  # times the last settlement's duration
 MOST_PACE = 0.02  # seconds
+BURIED = Ack()  # ends the original of a dead letter: no handler acknowledged it, so it is not counted as that
 
 
 def backoff(attempt: int) -> float:
@@ -148,7 +149,7 @@ class Settler:
                 attempt += 1
         if attempt:
             self._trouble(trouble, None)
-        self._done.append(Settlement(delivery, ACK))
+        self._done.append(Settlement(delivery, BURIED))
         self.odd += 1
         self._to_settle.set()
 

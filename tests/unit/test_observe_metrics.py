@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamfw import App, Backoff, DeadLetter, Drop, Rejected, Retry, subscriber
+from streamfw.broker import Settlement
 from streamfw.memory import MemoryBroker
 from streamfw.observe import Distribution, Metric
 from streamfw.observe.metrics import BOUNDS, Histogram
 from streamfw.observe.prometheus import collector
 from tests.helpers import eventually
 
-from .rig import away
+from .rig import BARE, FakeSource, Order, away, prepared, pumping
 from .test_app import FakeBroker
 
 QUICK = Backoff(first=0.001, jitter=False)
@@ -282,3 +283,21 @@ def test_metrics_are_values() -> None:
     change: Callable[[], Any] = lambda: setattr(metric, "value", 2.0)  # noqa: E731
     with pytest.raises(AttributeError):
         change()
+
+
+async def test_a_counter_never_goes_back_also_when_the_original_of_a_dead_letter_is_lost() -> None:
+    source = FakeSource(prepared(1), BARE)
+
+    async def lose(settlements: Sequence[Settlement]) -> None:
+        for settlement in settlements:
+            source.lose(settlement.delivery)
+        source.queue.clear()
+
+    source.before_settle = lose
+
+    async def ship(order: Order) -> None:
+        raise DeadLetter("no")
+
+    async with pumping(ship, source) as rig:
+        await eventually(lambda: rig.pump.counters.lost == 1)
+        assert (rig.pump.counters.acked, rig.pump.counters.settled, rig.pump.counters.dead) == (0, 0, 1)
