@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from streamfw.broker import REPLY_PREFIX, Capabilities, Connection, Order, Subscription
-from streamfw.errors import BrokerError, NotRunning, ReplyTimeout, Unroutable, Unsupported
+from streamfw.errors import ArgumentError, BrokerError, NotRunning, ReplyTimeout, Unroutable, Unsupported
 from streamfw.handler import Call
 from streamfw.message import CORRELATION_ID, NO_HEADERS, REPLY_TO, Headers, Message, Outgoing, new_message_id
 from streamfw.observe.logs import about
@@ -147,16 +147,9 @@ def replying(call: Call, reply: Callable[[str, object, Headers], Any], patterns:
     """`call`, whose value goes to the sender's reply address, when it names one that is allowed."""
     answers = Answers()
 
-    async def call_and_reply(message: Any) -> Any:
+    async def call_and_reply(message: Any, address: str) -> Any:
         result = await call(message)
         if isinstance(result, Outcome):
-            return result
-        raw = message.raw_headers
-        if raw is None or raw is NO_HEADERS:  # most messages: nobody asks
-            return None
-        headers = message.headers
-        address = headers.get(REPLY_TO)
-        if address is None:
             return result
         if not allowed(address, patterns):
             answers.refused += 1
@@ -164,11 +157,22 @@ def replying(call: Call, reply: Callable[[str, object, Headers], Any], patterns:
                 text = "%s: no reply to %r, which replies_to= %r does not allow"
                 logger.warning(text, where, address, patterns, extra=about(message))
             return result
-        correlation = headers.get(CORRELATION_ID)
+        correlation = message.headers.get(CORRELATION_ID)
         try:
             await reply(address, result, Headers({} if correlation is None else {CORRELATION_ID: correlation}))
         except Unroutable:
             answers.unclaimed += 1  # whoever asked is gone
         return result
 
-    return call_and_reply
+    def call_or_reply(message: Any) -> Any:
+        """Almost no message asks for a reply, so those that do not pay no coroutine, and no look at headers."""
+        raw = message.raw_headers
+        if raw is NO_HEADERS or raw is None:
+            return call(message)
+        try:
+            address = message.headers.get(REPLY_TO)
+        except ArgumentError:  # headers that cannot be read ask for nothing
+            address = None
+        return call(message) if address is None else call_and_reply(message, address)
+
+    return call_or_reply
