@@ -29,7 +29,9 @@ __all__ = ["Codec", "JsonCodec", "MsgpackCodec", "RawCodec"]
 class Codec(Protocol):
     """How bodies are encoded. `content_type` is None where the header would only repeat the default (JSON)."""
 
-    content_type: str | None
+    @property
+    def content_type(self) -> str | None:
+        """The ``content-type`` that messages get; a plain attribute will do."""
 
     def decoder(self, annotation: Any) -> Callable[[bytes], Any]:
         """A function from a body to `annotation`. Raises `TypeError` at build when there can be none; what it

@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from tests.faults.worker import QUEUE
 
 __all__ = ["Fleet", "KillRun", "kill_run", "poison_run"]
 
+Depth = Callable[[], Awaitable[tuple[int, int]]]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -195,10 +196,10 @@ async def poison_run(
     return KillRun(verdict, len(killed), left, dead, time.monotonic() - began)
 
 
-async def _drained(depth: Callable[[], object], seconds: float) -> tuple[int, int]:
+async def _drained(depth: Depth, seconds: float) -> tuple[int, int]:
     end = time.monotonic() + seconds
     while True:
-        state: tuple[int, int] = await depth()  # type: ignore[misc]
+        state = await depth()
         if not state[0]:
             return state
         assert time.monotonic() < end, f"{state[0]} messages are left after {seconds} s"
@@ -206,7 +207,7 @@ async def _drained(depth: Callable[[], object], seconds: float) -> tuple[int, in
 
 
 @asynccontextmanager
-async def _connected(url: str) -> AsyncIterator[tuple[Connection, Callable[[], object]]]:
+async def _connected(url: str) -> AsyncIterator[tuple[Connection, Depth]]:
     """A connection to publish by, and a function that counts what is left in the queue and its dead letters, asked of
     the table itself."""
     async with PostgresBroker(url, auto_migrate=True).connect() as connection:
