@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -61,7 +61,7 @@ def lifespan(
     """
 
     @asynccontextmanager
-    async def run(web: Any) -> AsyncIterator[Mapping[str, Any]]:
+    async def run(web: Any) -> AsyncGenerator[Mapping[str, Any], None]:
         async with AsyncExitStack() as stack:
             state = None if inner is None else await stack.enter_async_context(inner(web))
             await stack.enter_async_context(app.running(on_failure=_exit if exit_on_failure else _go_on))

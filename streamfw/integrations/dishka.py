@@ -50,14 +50,14 @@ def setup_dishka(container: AsyncContainer, app: App) -> None:
     where the lifespan of the app, or of the web application it is shared with, ends. Raises `TypeError` for a container
     that is not async.
     """
-    given: object = container
+    given: Any = container
     if not isinstance(given, AsyncContainer):
         raise TypeError(f"handlers need a container of make_async_container(), not {given!r}")
     app.inject(_DishkaInjector(container))
 
 
 class _DishkaInjector:
-    """A `streamfw.handler.Injector`."""
+    """A `streamfw.injection.Injector`."""
 
     def __init__(self, container: AsyncContainer) -> None:
         self._container = container

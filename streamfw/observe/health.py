@@ -28,7 +28,7 @@ class AppHealth(msgspec.Struct, frozen=True):
 def health_of(started: bool, failure: BaseException | None, pumps: Sequence[Pump]) -> AppHealth:
     """The health of an app that has `started`, with these pumps."""
     times = Counter(pump.plan.where for pump in pumps)
-    subscribers = {}
+    subscribers: dict[str, Health] = {}
     for pump in pumps:
         where = pump.plan.where
         if times[where] > 1:  # one handler in several groups

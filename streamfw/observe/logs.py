@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from streamfw.errors import StreamError, redact
 from streamfw.outcome import DeadLetter, Drop, Outcome, Retry
@@ -181,9 +181,9 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return without_passwords(value)
     if isinstance(value, dict):
-        return {str(name): _clean(one) for name, one in value.items()}
+        return {str(name): _clean(one) for name, one in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_clean(one) for one in value]
+        return [_clean(one) for one in cast("list[Any]", value)]
     return value
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from streamfw.app import App
-    from streamfw.build import BuiltSubscriber
+    from streamfw.build import Built, BuiltSubscriber
     from streamfw.runtime.pump import Pump
 
 __all__ = ["BOUNDS", "Distribution", "Histogram", "Kind", "Metric", "collect"]
@@ -64,7 +64,7 @@ class Histogram:
 
     def read(self) -> Distribution:
         """What was counted until now."""
-        total, buckets = 0, []
+        total, buckets = 0, list[tuple[float, int]]()
         for bound, count in zip((*BOUNDS, float("inf")), tuple(self._counts), strict=True):
             total += count
             buckets.append((bound, total))
@@ -85,12 +85,13 @@ _COUNTERS: Final = (
 
 def collect(app: App) -> list[Metric]:
     """The metrics of `app`; none of a subscriber while the app does not run."""
-    return [*_of_subscribers(app), *_of_brokers(app)]
+    built = app.built
+    return [] if built is None else [*_of_subscribers(app, built), *_of_brokers(app, built)]
 
 
-def _of_subscribers(app: App) -> Iterator[Metric]:
+def _of_subscribers(app: App, built: Built) -> Iterator[Metric]:
     running = {id(pump) for pump in app.pumps}
-    for one in () if app.built is None else app.built.subscribers:
+    for one in built.subscribers:
         if one.pump is not None and id(one.pump) in running:
             yield from _of_pump(one.pump, _labels(one))
         if one.durations is not None:
@@ -125,8 +126,8 @@ def _of_pump(pump: Pump, labels: Mapping[str, str]) -> Iterator[Metric]:
     yield metric("gauge", "source_live", "1: its source is live; 0: it is not.", int(pump.health().ok))
 
 
-def _of_brokers(app: App) -> Iterator[Metric]:
-    for name, outlet in {} if app.built is None else app.built.outlets.items():
+def _of_brokers(app: App, built: Built) -> Iterator[Metric]:
+    for name, outlet in built.outlets.items():
         labels = {"broker": name}
         for metric, text, value in (
             ("publishes", "Messages that the broker accepted.", outlet.published),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -114,9 +114,8 @@ def traced(call: Call, tracer: Tracer[Any], facts: SubscriberFacts) -> Call:
 
 def _ended(result: object) -> tuple[Outcome | None, BaseException | None]:
     """Outcome and error of what a handler returned."""
-    if isinstance(result, list | tuple):
-        elements: Sequence[object] = result  # of a batch: one an element
-        result = next((one for one in elements if one is not None), None)
+    if isinstance(result, list | tuple):  # of a batch: one an element
+        result = next((one for one in cast("Sequence[object]", result) if one is not None), None)
     if result is RELEASE:
         return None, None
     if result is SETTLED or not isinstance(result, BaseException):
