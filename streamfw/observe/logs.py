@@ -181,7 +181,8 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return without_passwords(value)
     if isinstance(value, dict):
-        return {str(name): _clean(one) for name, one in cast("dict[Any, Any]", value).items()}
+        fields: dict[Any, Any] = value
+        return {str(name): _clean(one) for name, one in fields.items()}
     if isinstance(value, list | tuple):
         return [_clean(one) for one in cast("list[Any]", value)]
     return value
