@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, assert_type
 
+import asyncpg
 import msgspec
 
 from streamfw import (
@@ -15,19 +16,28 @@ from streamfw import (
     Attempt,
     Backoff,
     Batch,
+    Broker,
     DeadLetter,
     Drop,
     Header,
     Headers,
     Message,
+    MsgpackCodec,
     Next,
+    NextPublish,
     Outcome,
+    Outgoing,
     PartialFailure,
     Publisher,
     Retry,
+    Router,
     State,
+    SyncPublisher,
     subscriber,
 )
+from streamfw.observe import Metric
+from streamfw.testing import Received, TestApp
+from streamfw_postgres import Queue, Transaction
 
 
 class Order(msgspec.Struct):
@@ -155,6 +165,81 @@ async def types_of_the_app() -> None:
     assert_type(await audit(b""), None)
 
 
+# -- work that blocks
+
+
+@subscriber("reports", workers=4)
+def report(order: Order, receipts: Annotated[SyncPublisher[Receipt], "receipts"]) -> int:
+    assert_type(receipts, SyncPublisher[Receipt])
+    assert_type(receipts.publish(Receipt(order.id)), str)
+    return order.id
+
+
+@subscriber("sums", run_in="process")
+def add_up(order: Order) -> int:
+    return order.id + len(order.item)
+
+
+# -- routers, requests, codecs, publish middleware
+
+billing = Router("billing.", attempts=3, middleware=[around], codec=MsgpackCodec())
+
+
+@billing.subscriber("price", replies_to=["answers.*"])
+async def price(order: Order) -> float:
+    return 1.5 * order.id
+
+
+async def stamp(message: Outgoing, call_next: NextPublish) -> None:
+    assert_type(message.headers, Headers)
+    message.headers = message.headers.merged({"tenant": "acme"})
+    await call_next(message)
+
+
+class ReversedCodec:
+    content_type = "application/reversed"
+
+    def decoder(self, annotation: Any) -> Callable[[bytes], Any]:
+        return lambda body: msgspec.json.decode(body[::-1], type=annotation)
+
+    def encode(self, value: Any) -> bytes:
+        return msgspec.json.encode(value)[::-1]
+
+
+shop = App(billing, report, add_up, name="shop", publish_middleware=[stamp], codec=ReversedCodec(), durations=True)
+
+
+async def types_of_requests() -> None:
+    assert_type(await price(Order(1, "a")), float)
+    assert_type(report(Order(1, "a"), SyncPublisher(Publisher[Receipt]("receipts"))), int)
+    assert_type(await shop.request("billing.price", Order(1, "a"), float, timeout=5), float)
+    assert_type(await receipts.request(Receipt(1), Order, timeout=5), Order)
+    assert_type(shop.metrics(), list[Metric])
+    assert_type(shop.broker("default"), Broker)
+
+
+# -- a handler's own transaction
+
+
+@subscriber(Queue("ledger", lease=60), transactional=True)
+async def book(order: Order, db: Transaction) -> None:
+    assert_type(db, asyncpg.Connection[asyncpg.Record])
+    await db.execute("insert into ledger values ($1)", order.id)
+
+
+# -- tests
+
+
+async def types_of_tests() -> None:
+    async with TestApp(app, state=(Pool(),)) as tb:
+        assert_type(tb, TestApp)
+        assert_type(await tb.publish("orders", Order(1, "a"), key="k"), str)
+        await tb.settle()
+        await tb.advance(60)
+        tb.assert_acked(ship, times=1)
+        assert_type(tb.received(mail), list[Received[Any]])
+
+
 # -- what is wrong is told before it runs
 
 
@@ -163,6 +248,7 @@ def mistakes() -> None:
     app.subscriber("a", wrkers=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     subscriber("a", workers="8")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     subscriber("a", ordered_by="keys")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    subscriber("a", run_in="fork")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     subscriber("a", batch=10)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     App(brokers="memory://")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Retry(after="soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
