@@ -137,7 +137,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PumpControl(Protocol):
-    """How a source holds the pump that feeds on it, when deliveries are about to move. Costs nothing a message."""
+    """How a source holds the pump that feeds on it, when deliveries are about to move. Costs a comparison a message."""
 
     def hold(self) -> None:
         """Start nothing new. What runs goes on; what is queued stays queued."""
@@ -148,6 +148,12 @@ class PumpControl(Protocol):
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
         """Go on. What is queued and matches `drop` is dropped without being settled (it moved elsewhere)."""
+
+    def vouch(self, seconds: float, look: Callable[[], None]) -> None:
+        """For sources that hold by time: nothing that is out is lost for so many seconds. Before a handler begins later
+        than that, `look` is called, which marks what is lost and vouches again. A source vouches from a timer, well
+        within the time; who comes too late is a process that was stopped, or whose event loop a handler blocked. There
+        the timers that would have marked it are late as well, and workers must not begin before them."""
 
 
 class Subscription:
@@ -227,6 +233,8 @@ class _NoPump:
         return True
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None: ...
+
+    def vouch(self, seconds: float, look: Callable[[], None]) -> None: ...
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -81,6 +82,10 @@ class Out:
     def overdue(self, now: float) -> list[PostgresDelivery]:
         """Those whose lease has ended by our own clock."""
         return [d for d in self.rows.values() if d.claim.until < now and d.id not in self.held]
+
+    def soonest(self) -> float:
+        """When the first lease ends by our own clock."""
+        return min([d.claim.until for d in self.rows.values() if d.id not in self.held], default=math.inf)
 
     def tokens(self) -> list[int]:
         """The tokens of all that is out."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -65,7 +67,13 @@ class LeaseSource(Source):
         self._claimer.max_body = connection.settings.max_body
         self._claimer.owning = self._owning
         self._renewer = Renewer(
-            self._settles, sql, self.out, lease, self.lost, self._keep_ownership if self._owning else None
+            self._settles,
+            sql,
+            self.out,
+            lease,
+            self.lost,
+            self._lose_what_lapsed,
+            self._keep_ownership if self._owning else None,
         )
         self._signal = asyncio.Event()
         self._look = True
@@ -212,6 +220,18 @@ class LeaseSource(Source):
     def _ownership_lost(self) -> None:
         log.warning("%r has another owner now; what is out is lost", self._subscription)
         self.lost(self.out.lose(list(self.out.rows.values())))
+
+    def _lose_what_lapsed(self) -> None:
+        """By our own clock: others may have it. What is left is vouched for until two turns from now."""
+        now = time.monotonic()  # not the loop's: that of uvloop stands still within a turn
+        owning = self._owning
+        if owning is not None and owning.until < now:
+            owning.lose()
+            self._ownership_lost()
+        elif overdue := self.out.overdue(now):
+            self.lost(self.out.lose(overdue))
+        until = min(self.out.soonest(), math.inf if owning is None else owning.until)
+        self.pump.vouch(min(2 * self._renewer.turn, until - now), self._lose_what_lapsed)
 
     def lost(self, deliveries: Sequence[PostgresDelivery]) -> None:
         """These were marked lost: what of them is queued is dropped, and never starts."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 
 from .deliveries import new_token
 from .roles import Role
@@ -38,6 +39,11 @@ class Ownership:
     def held(self) -> bool:
         """Whether it is ours, by our own clock."""
         return self.token != 0 and asyncio.get_running_loop().time() < self._until
+
+    @property
+    def until(self) -> float:
+        """Until when it is ours, by our own clock; never while it is not."""
+        return self._until if self.token else math.inf
 
     @property
     def due(self) -> bool:

@@ -23,9 +23,10 @@ log = logging.getLogger("streamfw.postgres")
 
 
 class Renewer:
-    """Renews what is out. `lost` is called with the deliveries that were lost, already marked.
+    """Renews what is out. `lost` is called with the deliveries that were lost, already marked; `look` loses what has
+    lapsed by our own clock, at every turn of `turn` seconds.
 
-    `ownership` is what an ordered source has to renew besides; it is called at every turn.
+    `ownership` is what an ordered source has to renew besides; it is called at every turn of the renewal.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Renewer:
         out: Out,
         lease: float,
         lost: Callable[[Sequence[PostgresDelivery]], None],
+        look: Callable[[], None],
         ownership: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._role = role
@@ -42,11 +44,14 @@ class Renewer:
         self._out = out
         self._lease = lease
         self._lost = lost
+        self._look = look
+        self.turn = max(0.1, lease / 10)
         self._ownership = ownership
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin."""
+        self._look()
         self._tasks = [
             asyncio.create_task(self._renewing(), name="streamfw renew"),
             asyncio.create_task(self._watching(), name="streamfw leases"),
@@ -105,9 +110,6 @@ class Renewer:
 
     async def _watching(self) -> None:
         """Apart from the renewal, which may hang on a dead connection for longer than the lease."""
-        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(max(0.1, self._lease / 10))
-            overdue = self._out.overdue(loop.time())
-            if overdue:
-                self._lost(self._out.lose(overdue))
+            await asyncio.sleep(self.turn)
+            self._look()

@@ -113,6 +113,8 @@ class BatchCrew(Crew):
 
     async def _handle(self, slot: Slot, messages: list[Delivery]) -> None:
         lanes = dict.fromkeys(message.lane for message in messages if message.lane is not None)
+        if self.clock() > self.vouched:
+            self.look()
         kept = [message for message in messages if not message.lost]
         for message in messages:
             if message.lost:  # while it lingered

@@ -71,6 +71,8 @@ class Crew:
         self.leave_threads = self.stuck = self._told_stubborn = False
         self.isolated = False
         self.replaced = self.timeouts = 0
+        self.vouched = math.inf  # until when, by the clock, nothing is lost that `look` has not marked
+        self.look: Callable[[], None] = lambda: None
         self.quiet: set[Signal] = set()  # of those who wait until nothing runs
         self._odd, self._forget, self._dry, self._on_failure = odd, forget, dry, failed
         self._to_settle, self._done = to_settle, done
@@ -133,6 +135,8 @@ class Crew:
                     table[lane] = None
                 while True:  # once; with lanes, again for each message parked behind this one
                     stays, following = False, None
+                    if now > self.vouched:  # the process, or its loop, stood still: our timers are late
+                        self.look()
                     if message.lost:
                         forget(message)
                     else:

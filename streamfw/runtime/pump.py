@@ -420,6 +420,10 @@ class Pump:
         self.counters.lost += gone
         self._gone(gone)
 
+    def vouch(self, seconds: float, look: Callable[[], None]) -> None:
+        """What is out is ours so long; see `streamfw.broker.PumpControl`."""
+        self.crew.vouched, self.crew.look = self.plan.clock() + seconds, look
+
     def _purge(self, drop: Callable[[Delivery], bool]) -> None:
         """Forget what waits in this process and matches `drop`."""
         held = self.crew.shelf is not None

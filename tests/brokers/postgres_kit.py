@@ -137,3 +137,5 @@ class RecordingPump:
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
         self._held = False
         self.calls.append("release" if drop is None else "drop")
+
+    def vouch(self, seconds: float, look: Callable[[], None]) -> None: ...

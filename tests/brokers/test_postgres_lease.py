@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
+from typing import Any, Literal
 
 import pytest
 
+from streamfw import App, Batch, Message
 from streamfw.broker import Settlement
 from streamfw.errors import LeaseLost
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers
 from streamfw.outcome import ACK, RELEASE, DeadLetter, Drop, Retry
-from streamfw_postgres import Queue
+from streamfw_postgres import PostgresBroker, Queue
 from tests.helpers import eventually
 from tests.services.postgres import Postgres
 
@@ -320,6 +323,42 @@ async def _later(on: Kit, first: object, by: str) -> bool:
             "select lease_until > $1::timestamptz + $2::text::interval from streamfw.message", first, by
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        *[("lease", options) for options in ({}, {"workers": 3}, {"ordered_by": "key"}, {"batch": Batch(1)})],
+        *[("rowlock", options) for options in ({}, {"workers": 3}, {"batch": Batch(1)})],
+    ],
+)
+async def test_nothing_begins_under_a_lease_that_ended_while_the_loop_stood_still(
+    database: Postgres, form: Literal["lease", "rowlock"], options: dict[str, Any]
+) -> None:
+    """A handler blocks it here; a process that is stopped and goes on is the same. Others may have had all of it. (A
+    row lock is not a matter of time: what it holds is begun.)"""
+    began: list[tuple[bytes, int]] = []
+
+    def handle(message: Message) -> None:
+        if not began:
+            time.sleep(1.5)
+        began.append((message.body, message.attempt))
+
+    async def one(message: Message) -> None:
+        handle(message)
+        await asyncio.sleep(0)
+
+    async def many(messages: list[Message]) -> None:
+        handle(messages[0])
+
+    async with kit(database) as on:
+        await on.publish("q", *[b"%d" % number for number in range(50)], key="k")
+    broker = PostgresBroker(database.dsn, lease=1.0, form=form)
+    app = App(name="g", brokers={"default": broker}, watchdog=None)
+    app.subscriber("q", **options)(many if "batch" in options else one)
+    async with app.running():
+        await eventually(lambda: len({body for body, _ in began}) == 50)
+    assert {attempt for _, attempt in began[1:]} == {2 if form == "lease" else 1}
 
 
 async def test_what_another_took_is_marked_lost_at_the_renewal(on: Kit) -> None:

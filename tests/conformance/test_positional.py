@@ -60,6 +60,8 @@ class RecordingPump:
         self.calls.append("release")
         self.drop = drop
 
+    def vouch(self, seconds: float, look: Callable[[], None]) -> None: ...
+
 
 async def test_a_joining_source_takes_half_and_only_that_is_lost() -> None:
     broker, pump = PositionalBroker(), RecordingPump()
