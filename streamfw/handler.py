@@ -84,6 +84,11 @@ class MessageBatch:
 
     __slots__ = ("messages", "unit", "values")
 
+    @property
+    def name(self) -> str:
+        """What its messages were published to."""
+        return self.messages[0].name
+
     def __init__(self, messages: list[Message], values: list[Any]) -> None:
         self.messages = messages
         self.values = values
@@ -166,6 +171,8 @@ class _Builder:
             )
         if hint is inspect.Parameter.empty:
             return self.error(f"parameter {name!r} has no annotation, so nobody knows how to fill it")
+        if (mark := _bare_marker(hint)) is not None:
+            return self.error(f"parameter {name!r}: {mark} goes beside its type, {name}: Annotated[<its type>, {mark}]")
         if self.body is not None:
             return self.error(
                 f"parameters {self.body[0]!r} and {name!r} both look like the body: exactly one parameter is without a "
@@ -277,6 +284,16 @@ def compile_call(
         raw_body=build.body[0] if build.raw_body and build.body is not None else None,
         returns_value=_returns_value(handler),
     )
+
+
+def _bare_marker(hint: Any) -> str | None:
+    """How a marker that stands where the type should is written; None when `hint` is none."""
+    if hint is Attempt:
+        return "Attempt"
+    for marker in (State, Header, DeliveryField, UnitConnection):
+        if hint is marker or isinstance(hint, marker):
+            return marker.__name__
+    return None
 
 
 def _unmarked(hint: Any) -> tuple[Any, tuple[Any, ...]]:

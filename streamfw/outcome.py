@@ -27,6 +27,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "Retry",
+    "is_outcome",
 ]
 
 
@@ -105,6 +106,11 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
         return pause * random.uniform(0.5, 1.0) if self.jitter else pause
 
 
+def is_outcome(result: object) -> bool:
+    """Whether a handler's result is an outcome, or the class of one."""
+    return isinstance(result, Outcome) or (isinstance(result, type) and issubclass(result, Outcome))
+
+
 class Policy:
     """Failure to outcome, by the options of one subscriber. Cold: not asked when a handler simply returns.
 
@@ -133,6 +139,8 @@ class Policy:
 
     def outcome(self, message: Message, result: object) -> Outcome:
         """The outcome of `message`, whose handler returned or raised `result`."""
+        if isinstance(result, type) and is_outcome(result):
+            result = result()  # ``return DeadLetter`` means what ``raise DeadLetter`` means
         if isinstance(result, Outcome):
             # A raised outcome carries tracebacks, whose frames hold the message: never kept.
             result.__traceback__ = result.__context__ = result.__cause__ = None

@@ -30,7 +30,7 @@ class Router:
     What handlers publish to (``publishes=``, a `Publisher`) is not prefixed: it is somebody else's name.
     """
 
-    def __init__(self, prefix: str = "", /, **options: Unpack[Options]) -> None:
+    def __init__(self, prefix: str = "", **options: Unpack[Options]) -> None:
         self.prefix = prefix
         self._options: dict[str, Any] = dict(options)
         self._marked: list[tuple[Callable[..., Any], object, dict[str, Any]]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamfw.broker import Broker
-from streamfw.config import load, make_broker, options_for
+from streamfw.config import make_broker, options_for, read
 from streamfw.memory import MemoryBroker
 
 from .output import CommandError
@@ -13,9 +13,12 @@ __all__ = ["broker_of_command", "not_memory"]
 
 def broker_of_command(url: str | None) -> Broker:
     """The broker at `url`, else the configured default. Raises `ConfigError`, `CommandError` when there is none."""
-    configured = load().brokers.get("default", {})
+    settings, errors = read()
+    if errors:
+        raise errors[0]
+    configured = settings.brokers.get("default", {})
     if url is None:
-        if not configured:
+        if not configured.get("url"):
             raise CommandError(
                 "no broker is configured: give --broker URL, set STREAMFW_BROKERS__DEFAULT__URL, or write "
                 "brokers.default.url into streamfw.toml"

@@ -240,6 +240,9 @@ class Crew:
     def outcome_of(self, slot: Slot, message: Any, error: BaseException) -> Outcome:
         """The outcome of a handler that raised `error`."""
         if isinstance(error, asyncio.CancelledError):
+            if not slot.expired and not slot.spoiled and not slot.task.cancelling():
+                # Nobody cancelled the handler: something that it waited for was. To it that is an error like another.
+                return self.policy.outcome(message, error)
             slot.spoiled = True
             if not slot.expired:
                 return RELEASE  # cancelled is unsettled: no acknowledgement, no failure, no attempt

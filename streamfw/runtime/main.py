@@ -115,8 +115,8 @@ async def _main(app: App, tie: Tie | None) -> int:
         for one in errors.exceptions:
             logger.error("%s", one, exc_info=None if isinstance(one, StreamError) else one)
         return 1
-    except Exception:
-        logger.exception("the app failed")
+    except Exception as error:
+        logger.exception("the app failed: %r", error, extra={"error_type": type(error).__qualname__})
         return 1
     finally:
         if tie is not None:

@@ -23,7 +23,7 @@ from streamfw.errors import ArgumentError, BrokerError, NotRunning, ReplyTimeout
 from streamfw.handler import Call
 from streamfw.message import CORRELATION_ID, NO_HEADERS, REPLY_TO, Headers, Message, Outgoing, new_message_id
 from streamfw.observe.logs import about
-from streamfw.outcome import Outcome, Policy
+from streamfw.outcome import Policy, is_outcome
 
 from .plan import Plan
 from .pump import Pump
@@ -149,7 +149,7 @@ def replying(call: Call, reply: Callable[[str, object, Headers], Any], patterns:
 
     async def call_and_reply(message: Any, address: str) -> Any:
         result = await call(message)
-        if isinstance(result, Outcome):
+        if is_outcome(result):
             return result
         if not allowed(address, patterns):
             answers.refused += 1

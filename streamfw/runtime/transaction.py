@@ -10,7 +10,7 @@ from streamfw.broker import Source
 from streamfw.errors import BrokerError, PartialFailure, SettleError
 from streamfw.handler import Call
 from streamfw.observe.logs import about
-from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy
+from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy, is_outcome
 
 __all__ = ["transactional"]
 
@@ -76,7 +76,7 @@ def _one_outcome(result: Any, message: Any, policy: Policy, batch: bool) -> Outc
     if result is None:
         return ACK
     if batch:
-        if isinstance(result, Outcome):
+        if is_outcome(result):
             return ACK if isinstance(result, Ack) else result
         raise TypeError("a transactional batch has one outcome: return nothing or one, or raise")
     return policy.outcome(message, result)

@@ -24,8 +24,11 @@ def test_a_message_costs_no_more_calls_than_it_did(name: str) -> None:
 
 
 def test_a_count_is_the_same_each_time() -> None:
+    """But for the turns that a pump gives the loop by the clock: a few in a thousand messages, on a busy machine."""
     job = counts.JOBS["consume, everything"]
-    assert counts.count_calls(job) == counts.count_calls(job)
+    one, other = counts.count_calls(job), counts.count_calls(job)
+    assert one.python == pytest.approx(other.python, abs=ALLOWED / 2)
+    assert one.c == pytest.approx(other.c, abs=ALLOWED / 2)
 
 
 def test_nothing_stays_in_memory() -> None:
