@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ async def on(database: Postgres) -> AsyncIterator[Kit]:
         yield made
 
 
-async def opened(on: Kit, name: str = "q", **options: object) -> RowLockSource:
+async def opened(on: Kit, name: str = "q", **options: Any) -> RowLockSource:
     source = await on.open(name, **{"attempts": 3, "dead_letter": "q.dead", **options})
     assert isinstance(source, RowLockSource)
     return source

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from time import monotonic
-from typing import cast
+from typing import Any, cast
 
 import asyncpg
 import msgspec
@@ -32,7 +32,7 @@ async def on(database: Postgres) -> AsyncIterator[Kit]:
         yield made
 
 
-async def opened(on: Kit, name: str = "q", **options: object) -> RowLockSource:
+async def opened(on: Kit, name: str = "q", **options: Any) -> RowLockSource:
     source = await on.open(name, **options)
     assert isinstance(source, RowLockSource)
     return source
@@ -117,7 +117,8 @@ async def test_what_was_published_since_the_last_commit_is_seen(on: Kit) -> None
 
 
 async def test_claimers_of_both_forms_never_take_a_row_twice(on: Kit) -> None:
-    total, seen = 4000, []
+    total = 4000
+    seen: list[int] = []
     sources = [await on.open("q", source=Queue("q", form=form)) for form in ("rowlock", "lease", "rowlock", "rowlock")]
     for _ in range(4):
         await on.connection.publish([outgoing("q") for _ in range(total // 4)])

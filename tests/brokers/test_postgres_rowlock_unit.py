@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import asyncpg
 import pytest
@@ -13,6 +13,8 @@ from streamfw import App, Attempt, Batch, subscriber
 from streamfw.errors import BrokerError, LeaseLost
 from streamfw.outcome import ACK, RELEASE, Backoff, DeadLetter, Retry
 from streamfw_postgres import PostgresBroker, Transaction
+from streamfw_postgres.deliveries import PostgresDelivery
+from streamfw_postgres.holding import HeldClaim, UnitHolder
 from streamfw_postgres.lock_unit import LeasedUnit, LockedUnit
 from streamfw_postgres.rowlock import RowLockSource
 from tests.helpers import eventually
@@ -28,7 +30,7 @@ async def on(database: Postgres) -> AsyncIterator[Kit]:
         yield made
 
 
-async def opened(on: Kit, **options: object) -> RowLockSource:
+async def opened(on: Kit, **options: Any) -> RowLockSource:
     source = await on.open("q", transactional=True, dead_letter="q.dead", **{"workers": 3, **options})
     assert isinstance(source, RowLockSource)
     return source
@@ -65,10 +67,11 @@ async def test_the_row_and_the_writes_end_together(on: Kit, attempts: int | None
 async def test_one_row_and_one_connection_a_worker(on: Kit) -> None:
     source = await opened(on)
     await on.publish("q", *(b"%d" % n for n in range(9)))
-    got = []
+    got: list[PostgresDelivery] = []
     while len(got) < 3:
         got += await fetch(source)
-    pids = {d.claim.holder.connection.get_server_pid() for d in got}
+    holders = [d.claim.holder for d in got if isinstance(d.claim, HeldClaim)]
+    pids = {h.connection.get_server_pid() for h in holders if isinstance(h, UnitHolder)}
     assert len(pids) == 3
     waiting = asyncio.create_task(fetch(source))
     assert await on.locked() == [b"0", b"1", b"2"]
