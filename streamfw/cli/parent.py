@@ -16,6 +16,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
+from streamfw.runtime.main import Once
+
 __all__ = ["Parent", "heeding_signals"]
 
 logger = logging.getLogger("streamfw")
@@ -61,14 +63,18 @@ class _Signals:
         self._parent = parent
         self._has_terminal = _has_terminal()
         self._draining = False
+        self._first = Once()
 
     def end(self, name: str) -> None:
         if self._draining:
+            if self._first.repeats(name):
+                return
             logger.warning("%s again: ending %d workers at once", name, len(self._parent))
             self._parent.kill()
             logging.shutdown()
             os._exit(130)
         logger.info("%s: draining %d workers (a second signal ends at once)", name, len(self._parent))
+        self._first.note(name)
         self._drain()
 
     def hangup(self) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,9 +23,10 @@ from streamfw.errors import BrokerError, StreamError
 if TYPE_CHECKING:
     from streamfw.app import App
 
-__all__ = ["Tie", "run"]
+__all__ = ["Once", "Tie", "run"]
 
 logger = logging.getLogger("streamfw")
+SAME = 0.2  # seconds within which the same signal is the same request
 
 
 class Tie(Protocol):
@@ -68,6 +70,22 @@ def _run(main: Coroutine[Any, Any, int], uvloop: bool) -> int:
         return runner.run(main)
 
 
+class Once:
+    """Tells a person's second signal from one signal that came twice: ``timeout`` and some shells signal a process and
+    then its whole group, within milliseconds."""
+
+    def __init__(self) -> None:
+        self._name, self._at = "", 0.0
+
+    def note(self, name: str) -> None:
+        """The first signal, just now."""
+        self._name, self._at = name, time.monotonic()
+
+    def repeats(self, name: str) -> bool:
+        """Whether a signal of this name is the first one again."""
+        return name == self._name and time.monotonic() - self._at < SAME
+
+
 async def _main(app: App, tie: Tie | None) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -75,15 +93,18 @@ async def _main(app: App, tie: Tie | None) -> int:
     assert main is not None
     started = False
 
+    first: Once = Once()
+
     def stop(reason: str) -> None:
         if stopped.is_set():
-            if tie is not None:
+            if tie is not None or first.repeats(reason):
                 return
             logger.warning("%s again: ending at once", reason)
             logging.shutdown()
             os._exit(130)
         logger.info("%s: draining%s", reason, "" if tie is not None else " (a second signal ends at once)")
         stopped.set()
+        first.note(reason)
         if not started:  # still waiting for a server: nothing to drain
             main.cancel()
 

@@ -132,7 +132,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     running.children()
     running.process.send_signal(signal.SIGTERM)
     running.until_said("SIGTERM: draining 1 workers")
-    assert running.end() == 130
+    assert running.end(signal.SIGINT) == 130
     running.until(running.nobody_left, "no worker is left")
     assert not running.noted("ended")
 

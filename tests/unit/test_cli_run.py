@@ -45,8 +45,21 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     running.until_noted("began")
     running.process.send_signal(signal.SIGTERM)
     running.until_said("draining")
-    assert running.end() == 130
+    assert running.end(signal.SIGINT) == 130
     assert not running.noted("ended")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_that_comes_twice_is_one(start: Start, workers: str) -> None:
+    """As `timeout` sends it: to a process, and then to its whole group."""
+    running = start("service:app", "--workers", workers, BODY="until the drain")
+    running.until_runs(int(workers))
+    running.until_noted("began", int(workers))
+    running.process.send_signal(signal.SIGTERM)
+    running.process.send_signal(signal.SIGTERM)
+    running.until_said("draining")
+    (running.directory / "go-on").touch()
+    assert running.code() == 0
 
 
 def test_a_hangup_drains_however_often_it_comes(start: Start) -> None:
