@@ -6,30 +6,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
-import types
-import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .broker import Broker, Capabilities, Delivery, Source, Subscription
+from .broker import Broker, Capabilities, Source, Subscription
+from .calls import in_a_task, publishing, putting_aside
 from .codec import Codec, JsonCodec
 from .config import Settings, SubscriberSettings, make_broker, near, options_for
 from .errors import BuildError, ConfigError, StreamError
 from .handler import Call, Compiled, compile_call
 from .injection import Injector
-from .message import Message, Outgoing, dead_letter_headers
+from .lifespan import may_yield
 from .middleware import Middleware, compose
 from .observe.logs import SubscriberLog
 from .observe.metrics import Histogram
 from .observe.tracing import BrokerFacts, Observation, SubscriberFacts
 from .options import codec_mistake, middleware_mistakes, option_mistakes
-from .outcome import DeadLetter, Policy, is_outcome
-from .outlet import Outlet, PublishMiddleware, send
+from .outcome import Policy
+from .outlet import Outlet, PublishMiddleware
 from .placement import place_of, placement_mistakes
 from .publisher import Publisher
 from .runtime.blocking import Offload
@@ -282,7 +281,7 @@ class Builder:
                 self._wrong(
                     d, f"parameter {parameter!r} takes {_type_name(kind)} from the lifespan, and the app has none"
                 )
-            elif self._state_type is not Any and not _yields(self._state_type, kind):
+            elif self._state_type is not Any and not may_yield(self._state_type, kind):
                 self._wrong(
                     d, f"parameter {parameter!r} takes {_type_name(kind)}, and the lifespan yields {self._state_type!r}"
                 )
@@ -305,13 +304,14 @@ class Builder:
         if d.publishes is not None:
             publisher: Publisher[Any] = Publisher(d.publishes, broker=d.broker)
             self._bind(publisher, f"{d.where}, publishes={d.publishes!r}")
-            call = _publishing(call, publisher)
+            call = publishing(call, publisher)
         if d.batch is None and compiled.returns_value:
             patterns = self._brokers[d.broker].reply_patterns if d.replies_to is None else tuple(d.replies_to)
             call = replying(call, self._outlets[d.broker].reply, patterns, d.where)
         call = compose(call, [*self._middleware, *d.middleware])
         if d.task_per_message:
-            call = _in_a_task(call)
+            call = in_a_task(call)
+        aside = putting_aside(subscription, partial(self._connection, d.broker))
         around, durations = self._observation.around_handler(self._facts(d, subscription), d.durations)
 
         def make_plan(source: Callable[[], Source]) -> Plan:
@@ -328,7 +328,7 @@ class Builder:
                 prefetch=d.prefetch,
                 max_bytes=d.max_bytes,
                 held=d.held,
-                dead_letter=self._dead_letter(d, subscription),
+                dead_letter=aside,
             )
 
         return BuiltSubscriber(
@@ -350,18 +350,6 @@ class Builder:
             system=_system(self._brokers[d.broker]),
         )
 
-    def _dead_letter(
-        self, d: Declaration, subscription: Subscription
-    ) -> Callable[[Delivery, DeadLetter], Awaitable[None]] | None:
-        target, connection, broker = subscription.dead_letter, self._connection, d.broker
-        if target is None:
-            return None
-
-        async def put_aside(delivery: Delivery, outcome: DeadLetter) -> None:
-            await send(connection(broker), dead_letter_of(delivery, outcome, target, subscription.group))
-
-        return put_aside
-
     def _no_twins(self, declared: Sequence[Declaration]) -> None:
         seen: dict[tuple[object, ...], Declaration] = {}
         for one in declared:
@@ -375,14 +363,6 @@ class Builder:
                     "message would reach one of them by chance: give one a group= of its own",
                 )
             seen.setdefault(key, d)
-
-
-def dead_letter_of(delivery: Message, outcome: DeadLetter, target: str, group: str) -> Outgoing:
-    """The dead letter of a delivery: its bytes and headers, the error, and where it comes from."""
-    headers = dead_letter_headers(
-        delivery.headers, outcome.reason, outcome.error_type, delivery.name, group, delivery.attempt
-    )
-    return Outgoing(name=target, body=delivery.body, message_id=delivery.message_id, key=delivery.key, headers=headers)
 
 
 def _system(broker: Broker) -> str:
@@ -415,42 +395,3 @@ def _unhonoured(d: Declaration, capabilities: Capabilities) -> list[str]:
 
 def _type_name(kind: Any) -> str:
     return getattr(kind, "__name__", repr(kind))
-
-
-def _yields(state: Any, kind: Any) -> bool:
-    """Whether a lifespan that says it yields `state` may yield a `kind`; what it yields is looked at when it has."""
-    parts = typing.get_args(state) if typing.get_origin(state) is tuple else (state,)
-    wanted = typing.get_origin(kind) or kind
-    return any(part == kind or _may_be(part, wanted) for part in parts)
-
-
-def _may_be(part: Any, wanted: Any) -> bool:
-    if typing.get_origin(part) in (typing.Union, types.UnionType):
-        return any(_may_be(one, wanted) for one in typing.get_args(part))
-    part = typing.get_origin(part) or part
-    if not (isinstance(part, type) and isinstance(wanted, type)) or part is object:
-        return part is not Ellipsis  # Any, a type variable: nobody can say yet
-    try:
-        return issubclass(part, wanted)
-    except TypeError:  # a protocol with attributes
-        return True
-
-
-def _publishing(call: Call, publisher: Publisher[Any]) -> Call:
-    async def call_and_publish(message: Any) -> Any:
-        result = await call(message)
-        if result is not None and not is_outcome(result):
-            await publisher.publish(result, key=message.key)
-        return result  # for middleware: what the handler returned
-
-    return call_and_publish
-
-
-def _in_a_task(call: Call) -> Call:
-    async def call_in_a_task(message: Any) -> Any:
-        async def run() -> Any:
-            return await call(message)
-
-        return await asyncio.get_running_loop().create_task(run())
-
-    return call_in_a_task

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
-__all__ = ["Lifespan", "find_state", "lifespan_mistakes", "open_lifespan", "state_type"]
+__all__ = ["Lifespan", "find_state", "lifespan_mistakes", "may_yield", "open_lifespan", "state_type"]
 
 Lifespan: TypeAlias = "Callable[..., AsyncIterator[Any] | AbstractAsyncContextManager[Any]]"
 
@@ -75,3 +75,22 @@ def find_state(state: Sequence[object], kind: Any) -> tuple[object | None, str |
     if found:
         return None, f"the lifespan yielded {len(found)} of {kind!r}; give them types of their own"
     return None, f"the lifespan yielded no {kind!r}, but {tuple(type(value).__name__ for value in state)}"
+
+
+def may_yield(state: Any, kind: Any) -> bool:
+    """Whether a lifespan that says it yields `state` may yield a `kind`; what it yields is looked at when it has."""
+    parts = typing.get_args(state) if typing.get_origin(state) is tuple else (state,)
+    wanted = typing.get_origin(kind) or kind
+    return any(part == kind or _may_be(part, wanted) for part in parts)
+
+
+def _may_be(part: Any, wanted: Any) -> bool:
+    if typing.get_origin(part) in (typing.Union, types.UnionType):
+        return any(_may_be(one, wanted) for one in typing.get_args(part))
+    part = typing.get_origin(part) or part
+    if not (isinstance(part, type) and isinstance(wanted, type)) or part is object:
+        return part is not Ellipsis  # Any, a type variable: nobody can say yet
+    try:
+        return issubclass(part, wanted)
+    except TypeError:  # a protocol with attributes
+        return True

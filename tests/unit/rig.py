@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from streamfw.broker import Capabilities, Connection, Delivery, Health, Settlement, Source, Subscription, UnitOfWork
-from streamfw.build import dead_letter_of
+from streamfw.calls import dead_letter_of
 from streamfw.codec import JsonCodec
 from streamfw.errors import BrokerUnavailable, LeaseLost, PublishError, SettleError
 from streamfw.handler import compile_call

@@ -716,7 +716,7 @@ async def test_other_tasks_get_their_turn(workers: int) -> None:
 
 @either_way
 async def test_a_task_per_message(capabilities: Any) -> None:
-    from streamfw.build import _in_a_task
+    from streamfw.calls import in_a_task
 
     tasks: set[int] = set()
     kept: list[object] = []
@@ -734,7 +734,7 @@ async def test_a_task_per_message(capabilities: Any) -> None:
             raise ValueError
 
     rig = await run_all(
-        handle, prepared(30), workers=2, wrap=_in_a_task, timeout=0.05, policy=quick(2), capabilities=capabilities
+        handle, prepared(30), workers=2, wrap=in_a_task, timeout=0.05, policy=quick(2), capabilities=capabilities
     )
     assert len(tasks) == len(kept) == 32
     assert rig.source.outcomes(DeadLetter) == ([3] if capabilities is NATIVE else [])
