@@ -19,7 +19,7 @@ from .connection import PostgresConnection, subscription_mistakes
 from .errors import DRIVER_ERRORS, translated
 from .pool import Isolation
 from .queue import Form, form_of
-from .roles import SESSION, Connector, set_session
+from .roles import SESSION, Connector, Session, set_session
 from .rowlock import LONGEST_CLAIM
 from .schema import DEFAULT_SCHEMA
 from .settings import EMBEDDED, Settings, checked_url
@@ -172,6 +172,7 @@ async def _opened(purpose: str, arguments: dict[str, Any]) -> asyncpg.Connection
     name = f"streamfw {purpose}".encode()[:63].decode("utf-8", "ignore")
     connection: asyncpg.Connection = await asyncpg.connect(
         **arguments,
+        connection_class=Session,
         # Statements are few and live as long as their connection.
         max_cached_statement_lifetime=0,
         server_settings={"application_name": name},

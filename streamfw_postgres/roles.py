@@ -22,7 +22,7 @@ from streamfw.errors import BrokerClosed, BrokerError, BrokerUnavailable
 
 from .errors import DRIVER_ERRORS, breaks_connection, translated
 
-__all__ = ["SESSION", "Connector", "Cut", "Role", "set_session"]
+__all__ = ["SESSION", "Connector", "Cut", "Role", "Session", "set_session"]
 
 T = TypeVar("T")
 Connector = Callable[[str], Awaitable[asyncpg.Connection]]
@@ -43,6 +43,18 @@ SESSION = {
     "tcp_keepalives_count": "3",
     "tcp_user_timeout": "60000",
 }
+
+
+class Session(asyncpg.Connection):
+    """A connection that keeps what its last command answered: a commit of a transaction in which a statement failed
+    answers ROLLBACK, and asyncpg does not tell."""
+
+    answered = ""
+
+    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
+        """See `asyncpg.Connection.execute`."""
+        self.answered = await super().execute(query, *args, timeout=timeout)
+        return self.answered
 
 
 class Cut(BrokerUnavailable):

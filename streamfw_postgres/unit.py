@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from asyncpg.transaction import Transaction
 
 from streamfw.broker import Settlement, UnitOfWork
-from streamfw.errors import LeaseLost
+from streamfw.errors import BrokerRefused, LeaseLost
 from streamfw.outcome import Ack, Outcome
 
 from .deliveries import PostgresDelivery
@@ -73,7 +73,8 @@ class Unit(UnitOfWork):
 
     async def finish(self, outcome: Outcome) -> None:
         """Commit, or roll back and settle. Raises `SettleError` when a row was not ours, `BrokerError` when the commit
-        failed: a serialization failure, or a connection that broke (then it may have been committed)."""
+        failed: a serialization failure, or a connection that broke (then it may have been committed); `BrokerRefused`
+        when there was nothing to commit any more, by the handler's doing."""
         if not isinstance(outcome, Ack):
             await self._leave()
             errors = await self._source.settle([Settlement(d, outcome) for d in self._deliveries])
@@ -84,7 +85,14 @@ class Unit(UnitOfWork):
         assert transaction is not None, "finish() is called once, inside the transaction"
         deadline = self._source.pool.deadline(self.connection)
         try:
+            open_until_now = self.connection.is_in_transaction()
             await transaction.commit()
+            if not open_until_now or getattr(self.connection, "answered", "COMMIT") != "COMMIT":
+                raise BrokerRefused(
+                    "Postgres: a handler's transaction was rolled back, or ended, within the handler: a statement of "
+                    "it failed and the handler went on (try it below a savepoint, db.transaction()), or it said commit "
+                    "or rollback itself"
+                )
         except DRIVER_ERRORS as error:
             raise translated(error, "committing a handler's transaction") from error
         finally:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import asyncpg
 import pytest
 
-from streamfw.errors import BrokerUnavailable, LeaseLost
+from streamfw.errors import BrokerRefused, BrokerUnavailable, LeaseLost
 from streamfw.outcome import ACK, DeadLetter, Retry
 from tests.services.postgres import Postgres
 
@@ -67,6 +68,23 @@ async def test_leaving_without_finish_rolls_back_and_it_stays_ours(on: Kit) -> N
     with pytest.raises(RuntimeError):
         await handle()
     assert await _done(on) == []
+    assert await ack(source, batch) == ()
+
+
+@pytest.mark.parametrize("statement", ["insert into nowhere values (1)", "rollback"])
+async def test_what_was_rolled_back_within_the_handler_is_not_acknowledged(on: Kit, statement: str) -> None:
+    """The server takes a commit of it without a word, and the message would count as handled."""
+    source = await on.open("q")
+    await on.publish("q", b"1")
+    batch = await fetch(source)
+    async with source.transaction(batch) as unit:
+        await unit.connection.execute("insert into done values ('1')")
+        with suppress(asyncpg.UndefinedTableError):
+            await unit.connection.execute(statement)
+        with pytest.raises(BrokerRefused, match="was rolled back, or ended, within the handler"):
+            await unit.finish(ACK)
+    assert await _done(on) == []
+    assert list(source.out.rows.values()) == batch
     assert await ack(source, batch) == ()
 
 
