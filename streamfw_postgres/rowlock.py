@@ -177,6 +177,9 @@ class RowLockSource(LeaseSource):
     def _needs_care(self, rows: list[asyncpg.Record]) -> bool:
         if None in [r[8] for r in rows]:
             return True
+        # Beyond its attempts: who breaks the transaction that holds it is settled by a lease, which survives that.
+        if self._attempts is not None and max([r[1] for r in rows]) > self._attempts:
+            return True
         return bool(max([r[2] for r in rows])) and any(is_suspect(r[2], r[1], self._attempts) for r in rows)
 
     def _delivered(self, rows: list[asyncpg.Record], claim: HeldClaim) -> list[PostgresDelivery]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import asyncpg
 import pytest
 
-from streamfw import App, Attempt, Batch, subscriber
+from streamfw import App, Attempt, Batch, Message, subscriber
 from streamfw.errors import BrokerError, LeaseLost
 from streamfw.outcome import ACK, RELEASE, Backoff, DeadLetter, Retry
 from streamfw_postgres import PostgresBroker, Transaction
@@ -261,3 +261,29 @@ async def test_an_app_of_transactional_handlers(database: Postgres) -> None:
 
 async def _left(on: Kit, count: int) -> bool:
     return await on.count() == count
+
+
+async def test_a_message_whose_handler_breaks_its_connection_ends_and_holds_up_nobody(database: Postgres) -> None:
+    """Its failures are lost with the transaction that held it; a lease, beyond its attempts, survives them."""
+    handled: list[bytes] = []
+    dead: list[bytes] = []
+
+    @subscriber("q", group="g", transactional=True, attempts=2, backoff=Backoff(first=0.01, jitter=False))
+    async def handle(message: Message, db: Transaction) -> None:
+        handled.append(message.body)
+        if message.body == b"bad":
+            async with kit(database) as on:
+                await on.sql.execute("select pg_terminate_backend($1)", db.get_server_pid())
+            await db.execute("select 1")
+
+    @subscriber("q.dead", group="g")
+    async def bury(message: Message) -> None:
+        dead.append(message.body)
+
+    async with kit(database) as on:
+        await on.publish("q", b"bad", b"good")
+        broker = PostgresBroker(database.dsn, form="rowlock")
+        async with App(handle, bury, brokers={"default": broker}).running():
+            await eventually(lambda: dead == [b"bad"] and b"good" in handled)
+        assert await on.count() == 0
+    assert handled.count(b"bad") <= 4
