@@ -105,7 +105,7 @@ class Crew:
 
     def _ended(self, slot: Slot, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_failure(error)  # a bug here, or SystemExit from a handler: the supervisor's matter
+            self._on_failure(error)  # a bug here: the supervisor's matter
         elif slot in self.slots and not self.stopping:  # cancelled by somebody between two messages
             slot.spoiled = True
             self.retire(slot, slot.holds)
@@ -249,7 +249,12 @@ class Crew:
             self.timeouts += 1
             error = TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
         elif not isinstance(error, Exception):
-            raise error
+            # It ends the app, by a drain. Raised from here, a SystemExit would end the loop and all that runs in it.
+            slot.spoiled = True
+            self._on_failure(error)
+            if isinstance(error, KeyboardInterrupt):  # a terminal throws it at whoever runs
+                return RELEASE
+            # And it is a failure of its message: given back uncounted, that would end every process to come.
         elif slot.spoiled and not slot.expired and not isinstance(error, Outcome):
             return RELEASE  # the drain cancelled it, and a library made an error of its own of that
         return self.policy.outcome(message, error)

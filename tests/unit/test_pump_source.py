@@ -12,7 +12,7 @@ import pytest
 from streamfw import Attempt, Message
 from streamfw.broker import Settlement
 from streamfw.errors import BrokerClosed, BrokerRefused
-from streamfw.outcome import Ack, DeadLetter, Policy, Retry
+from streamfw.outcome import Ack, DeadLetter, Outcome, Policy, Retry
 from streamfw.runtime import pump as pump_module
 from tests.helpers import eventually
 
@@ -645,19 +645,34 @@ async def test_drain_of_an_idle_pump(started: bool) -> None:
     assert source.calls == (["stop", "flush", "close"] if started else ["stop", "close"])
 
 
-async def test_a_system_exit_in_a_handler_is_not_settled() -> None:
-    class Stop(BaseException):
-        pass
+@pytest.mark.parametrize(("attempts", "outcome"), [(1, DeadLetter), (2, Retry)])
+@pytest.mark.parametrize("ending", [SystemExit, GeneratorExit])
+async def test_a_system_exit_in_a_handler_ends_the_app_and_is_a_failure(
+    ending: type[BaseException], attempts: int, outcome: type[Outcome]
+) -> None:
+    """Given back uncounted it would end every process to come, and nothing behind it would be handled."""
 
     async def handle(order: Order) -> None:
-        raise Stop
+        raise ending
 
-    source = FakeSource(prepared(2))
-    async with pumping(handle, source, workers=1) as rig:
+    source = FakeSource(prepared(1))
+    async with pumping(handle, source, workers=1, policy=Policy(attempts)) as rig:
+        await eventually(lambda: source.settlements)
+        assert [type(failure) for failure in rig.failures] == [ending]
+        await rig.drain(1)
+    assert [type(settlement.outcome) for settlement in source.settlements] == [outcome]
+
+
+async def test_an_interrupt_in_a_handler_ends_the_app_and_is_no_failure() -> None:
+    async def handle(order: Order) -> None:
+        raise KeyboardInterrupt
+
+    source = FakeSource(prepared(1))
+    async with pumping(handle, source, workers=1, policy=Policy(1)) as rig:
         await eventually(lambda: rig.failures)
-        assert isinstance(rig.failures[0], Stop)
+        await rig.drain(1)
     assert source.settlements == []
-    assert len(source.queue) == 2
+    assert source.queue[0].attempt == 1
 
 
 async def test_counters() -> None:
