@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from asyncpg.transaction import Transaction
 
 from streamfw.broker import Settlement, UnitOfWork
-from streamfw.errors import LeaseLost
+from streamfw.errors import BrokerRefused, LeaseLost
 from streamfw.outcome import Ack, Outcome
 
 from .deliveries import PostgresDelivery
@@ -80,6 +80,9 @@ class LockedUnit(UnitOfWork):
                 raise errors[0]
             return
         try:
+            if not self.connection.is_in_transaction():
+                await self._broken()
+                raise BrokerRefused("Postgres: a handler said commit or rollback itself, which let go of its message")
             with self._holder.deadline():
                 # Deferred constraints first: their failure at the commit would take the row's lock with it.
                 await self.connection.execute("set constraints all immediate")

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from streamfw import App, Attempt, Batch, Message, subscriber
-from streamfw.errors import BrokerError, LeaseLost
+from streamfw.errors import BrokerError, BrokerRefused, LeaseLost
 from streamfw.outcome import ACK, RELEASE, Backoff, DeadLetter, Retry
 from streamfw_postgres import PostgresBroker, Transaction
 from streamfw_postgres.deliveries import PostgresDelivery
@@ -155,6 +155,21 @@ async def test_a_constraint_that_fails_at_the_commit_is_the_handlers_failure(on:
     assert not await settle(source, (got[0], DeadLetter("twice")))
     await eventually(lambda: _unlocked(on))
     assert bodies(await (await on.connection.dead_letters("q.dead")).list()) == [b"1"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("statement", ["rollback", "commit"])
+async def test_a_message_whose_handler_ended_the_transaction_is_not_acknowledged(on: Kit, statement: str) -> None:
+    """With it went the lock: others may have the row by now."""
+    source = await opened(on)
+    await on.publish("q", b"1")
+    (delivery,) = await fetch(source)
+    async with source.transaction([delivery]) as unit:
+        await unit.connection.execute("insert into effect values (1)")
+        await unit.connection.execute(statement)
+        with pytest.raises(BrokerRefused, match="said commit or rollback itself"):
+            await unit.finish(ACK)
+    assert delivery.lost
+    assert await on.count() == 1
 
 
 async def test_a_handler_whose_connection_is_lost_has_lost_its_row(on: Kit) -> None:
