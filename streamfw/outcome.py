@@ -6,6 +6,7 @@ neither handlers nor middleware ever do.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
@@ -96,13 +97,15 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
     jitter: bool = True
 
     def __post_init__(self) -> None:
-        if self.first < 0 or self.factor < 1 or self.max < self.first:
-            raise ValueError(f"{self!r}: first >= 0, factor >= 1 and max >= first are needed")
+        if not (0 <= self.first <= self.max < 10**9 and 1 <= self.factor < math.inf):
+            raise ValueError(f"{self!r}: 0 <= first <= max < 1e9 seconds and a factor of 1 or more are needed")
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after the failed `attempt` (1 is the first delivery)."""
-        # The exponent is bounded: beyond 60 doublings the maximum holds anyway, and floats overflow.
-        pause = min(self.max, self.first * self.factor ** min(max(attempt - 1, 0), 60))
+        try:
+            pause = min(self.max, self.first * float(self.factor) ** max(attempt - 1, 0))
+        except OverflowError:  # of floats, long after the maximum
+            pause = self.max
         return pause * random.uniform(0.5, 1.0) if self.jitter else pause
 
 

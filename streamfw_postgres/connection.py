@@ -56,9 +56,9 @@ class PostgresConnection(Connection):
         self._channel = channel
         self._listener: Listener | None = None
 
-    def role(self, name: str, timeout: float | None = None) -> Role:
-        """A new connection for one purpose; it connects when first used."""
-        role = Role(name, self._connect, timeout or self.settings.command_timeout)
+    def role(self, name: str, timeout: float | None = None, session: dict[str, str] | None = None) -> Role:
+        """A new connection for one purpose; it connects when first used. `session`: settings of its own."""
+        role = Role(name, self._connect, timeout or self.settings.command_timeout, session)
         self._roles.append(role)
         return role
 

@@ -64,9 +64,21 @@ class Cut(BrokerUnavailable):
 class Role:
     """One connection; one statement at a time, in turn. `statements` counts what was sent."""
 
-    __slots__ = ("_closed", "_connect", "_connection", "_expired", "_lock", "_name", "_timeout", "pid", "statements")
+    __slots__ = (
+        "_closed",
+        "_connect",
+        "_connection",
+        "_expired",
+        "_lock",
+        "_name",
+        "_session",
+        "_timeout",
+        "pid",
+        "statements",
+    )
 
-    def __init__(self, name: str, connect: Connector, timeout: float) -> None:
+    def __init__(self, name: str, connect: Connector, timeout: float, session: dict[str, str] | None = None) -> None:
+        self._session = session
         self._name = name
         self._connect = connect
         self._timeout = timeout
@@ -134,10 +146,20 @@ class Role:
         self._check_open()
         if self._connection is None or self._connection.is_closed():
             self._expired = False
-            self._connection = await self._connect(self._name)
+            self._connection = await self._made()
             self.pid = self._connection.get_server_pid()
             self._check_open()  # it may have been closed while it connected
         return self._connection
+
+    async def _made(self) -> asyncpg.Connection:
+        connection = await self._connect(self._name)
+        if self._session:
+            try:
+                await set_session(connection, self._session)
+            except DRIVER_ERRORS as error:
+                connection.terminate()
+                raise translated(error, f"connecting ({self._name})") from error
+        return connection
 
     def _check_open(self) -> None:
         if self._closed:

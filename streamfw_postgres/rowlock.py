@@ -52,6 +52,8 @@ __all__ = ["LONGEST_CLAIM", "RowLockSource"]
 log = logging.getLogger("streamfw.postgres")
 # Seconds that a claim may keep what is finished from being committed.
 LONGEST_CLAIM = 1.0
+# Seconds that a claim's session may be idle at least, whatever the lease: well beyond what its end may take.
+IDLE = 5.0
 # How often a claim gives way to the fold of its rows' journals.
 _REFUSALS = 50
 
@@ -77,7 +79,11 @@ class RowLockSource(LeaseSource):
         # A batch is one transaction over rows of several claims: it is leased first, as in the lease form.
         self._for_handlers = subscription.workers if subscription.transactional and subscription.batch is None else 0
         holding = f"holding rows of {subscription.name!r}"
-        roles = [connection.role(holding) for _ in range(0 if self._for_handlers else connections)]
+        # A claim ends within a second. A process that stands still (stopped, or its loop blocked) ends none; its kernel
+        # goes on to answer keepalives, so the server ends the session, and others get the rows.
+        session = {"idle_in_transaction_session_timeout": f"{max(lease, IDLE):.0f}s"}
+        count = 0 if self._for_handlers else connections
+        roles = [connection.role(holding, session=session) for _ in range(count)]
         self._holders = Holders(roles, self._lost_claim)
         self._held: set[HeldClaim] = set()
         self._ends: set[asyncio.Task[None]] = set()

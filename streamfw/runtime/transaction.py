@@ -15,6 +15,7 @@ from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy, is_out
 __all__ = ["transactional"]
 
 logger = logging.getLogger("streamfw")
+TOO_OFTEN = 3  # broken transactions of one message
 
 
 def transactional(call: Call, source: Callable[[], Source], policy: Policy, batch: bool) -> Call:
@@ -25,6 +26,8 @@ def transactional(call: Call, source: Callable[[], Source], policy: Policy, batc
     the handler's is a failure; a transaction that broke counts for nothing, and the message is done again here. It may
     have been committed: then the repetition is fenced, for the message is not ours any more.
     """
+
+    broken = _Broken()
 
     async def call_in_transaction(message: Any) -> Any:
         deliveries: Sequence[Any] = message.messages if batch else (message,)
@@ -56,12 +59,29 @@ def transactional(call: Call, source: Callable[[], Source], policy: Policy, batc
                 raise
             first = deliveries[0]
             logger.warning("the transaction of message %s broke: %s", first.message_id, error, extra=about(first))
-            return RELEASE
+            if not broken.again(first.message_id):
+                return RELEASE
+            raise  # not the server, so often in a row: what its handler does to its connection is a failure of it
         finally:
             failure = None  # no cycle through this frame
         return SETTLED
 
     return call_in_transaction
+
+
+class _Broken:
+    """Counts how often in a row the transaction of a message broke."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def again(self, message_id: str) -> bool:
+        """One more; whether it were too many to blame the server."""
+        if len(self._counts) > 1000:  # a server that goes away breaks many, once each
+            self._counts.clear()
+        count = self._counts.get(message_id, 0) + 1
+        self._counts[message_id] = 0 if count >= TOO_OFTEN else count
+        return count >= TOO_OFTEN
 
 
 async def _result(call: Call, message: Any) -> Any:
@@ -77,7 +97,8 @@ def _one_outcome(result: Any, message: Any, policy: Policy, batch: bool) -> Outc
         return ACK
     if batch:
         if is_outcome(result):
-            return ACK if isinstance(result, Ack) else result
+            outcome = result() if isinstance(result, type) else result
+            return ACK if isinstance(outcome, Ack) else outcome
         raise TypeError("a transactional batch has one outcome: return nothing or one, or raise")
     return policy.outcome(message, result)
 

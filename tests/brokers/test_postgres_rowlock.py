@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from streamfw import App, subscriber
-from streamfw.broker import Subscription
+from streamfw.broker import Settlement, Subscription
 from streamfw.errors import BrokerRefused, BrokerUnavailable, LeaseLost
 from streamfw.message import ERROR_TYPE, Headers
 from streamfw.outcome import ACK, RELEASE, DeadLetter, Drop, Outcome, Retry
@@ -484,6 +484,25 @@ async def test_a_session_that_may_not_be_idle_in_a_transaction(database: Postgre
         await eventually(lambda: _left(on, 1))
         assert not two.lost
         assert not await ack(source, [two])
+
+
+async def test_a_process_that_stands_still_loses_its_rows(database: Postgres) -> None:
+    """Stopped, or with a blocked loop, it ends no claim; its kernel answers all the same, so only the server can."""
+    async with kit(database, form="rowlock", poll=0.1, lease=1.0) as still:
+        source = await opened(still)
+        await still.publish("q", b"1")
+        (delivery,) = await fetch(source)
+        assert await still.locked() == [b"1"]
+        for held in source._held:
+            assert held.timer is not None
+            held.timer.cancel()  # what stands still runs no timer
+
+        async def is_free() -> bool:
+            return await still.locked() == []
+
+        await eventually(is_free, deadline=20.0)
+        errors = await source.settle([Settlement(delivery, ACK)])
+        assert [type(e) for e in errors] == [LeaseLost]
 
 
 async def test_a_half_open_peer_does_not_hold_rows_for_long(database: Postgres) -> None:
