@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.services import postgres as services
+
+# A run in the background, or under `nohup`, ignores these; the programs that tests start would inherit it.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
