@@ -69,7 +69,15 @@ async def cut_run(
             await run.settled()
     # A lost connection takes its claim with it at once; a lease outlives it.
     over = LEASE if held == "lease" else 0.0
-    verdict = judge(directory, run.published, set(), maybe=run.maybe, lease=over, counted=form != "rowlock")
+    verdict = judge(
+        directory,
+        run.published,
+        set(),
+        maybe=run.maybe,
+        lease=over,
+        counted=form != "rowlock",
+        crashes=run.crashes if held == "rowlock" else (),
+    )
     return CutRun(verdict, run.faults, len(run.maybe), run.refused, run.unhealthy_seen, time.monotonic() - began)
 
 
@@ -81,6 +89,7 @@ class _Run:
         self.refused = 0
         self.faults: Counter[str] = Counter()
         self.unhealthy_seen = False
+        self.crashes: list[int] = []
         self.harmed = 0
         self._room = asyncio.Event()
 
@@ -150,7 +159,10 @@ class _Run:
 
     async def _kill(self) -> None:
         await asyncio.to_thread(self.server.kill)
-        await asyncio.sleep(0.2)
+        self.crashes.append(time.monotonic_ns())
+        end = time.monotonic() + 5
+        while self.app.health().ok and time.monotonic() < end:  # an idle app finds out with its next poll
+            await asyncio.sleep(0.02)
         self.unhealthy_seen = self.unhealthy_seen or not self.app.health().ok
         await asyncio.to_thread(self.server.start)
 

@@ -203,13 +203,15 @@ def judge(
     maybe: set[str] = frozenset(),  # type: ignore[assignment]
     lease: float | None = None,
     counted: bool = True,
+    crashes: Sequence[int] = (),
 ) -> Verdict:
     """Read every ledger (``<process>.log``) in `directory`.
 
     `killed` are the processes that got a SIGKILL. `maybe` are ids whose publish ended in `OutcomeUnknown`: each may
     have been stored. With `lease` (seconds), a second delivery is explained as well when it came after the first one's
     lease had ended, unsettled because the server could not be reached. `counted`: each delivery counts an attempt, also
-    one that died with its process.
+    one that died with its process; except that a server that was killed (at `crashes`, in nanoseconds) may have
+    forgotten the row locks' journal of a delivery that had begun before, since its insert does not wait for the disk.
     """
     starts = _starts(directory)
     verdict = Verdict(published=len(published), handled=len(published & starts.keys()))
@@ -221,7 +223,9 @@ def judge(
             over = lease is not None and later.at - earlier.at >= 0.9e9 * lease
             # A process's ledger knows ids, not attempts: in one process only the last delivery's end is durable.
             unsettled = not earlier.durable or earlier.process == later.process
-            if (earlier.process in killed or over) and unsettled and later.attempt >= earlier.attempt + counted:
+            forgotten = any(earlier.at <= crash <= later.at for crash in crashes)
+            counts = counted and not forgotten
+            if (earlier.process in killed or over) and unsettled and later.attempt >= earlier.attempt + counts:
                 verdict.explained += 1
             else:
                 verdict.unexplained.append(f"{identity}: {earlier} then {later}")

@@ -195,7 +195,7 @@ def test_options_of_batches(options: dict[str, Any], text: str) -> None:
 def test_values_that_make_no_sense_at_once() -> None:
     with pytest.raises(ValueError, match="size is at least 1"):
         Batch(0)
-    with pytest.raises(ValueError, match="factor >= 1"):
+    with pytest.raises(ValueError, match="a factor of 1 or more"):
         Backoff(factor=0.5)
 
 
