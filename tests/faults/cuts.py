@@ -20,6 +20,7 @@ from streamfw.message import new_message_id
 from streamfw_postgres import PostgresBroker
 from streamfw_postgres.queue import Form
 from tests.faults.ledger import Ledger, Verdict, judge, recorded
+from tests.helpers import eventually
 from tests.services.postgres import OwnPostgres
 from tests.services.proxy import Proxy
 
@@ -160,10 +161,9 @@ class _Run:
     async def _kill(self) -> None:
         await asyncio.to_thread(self.server.kill)
         self.crashes.append(time.monotonic_ns())
-        end = time.monotonic() + 5
-        while self.app.health().ok and time.monotonic() < end:  # an idle app finds out with its next poll
-            await asyncio.sleep(0.02)
-        self.unhealthy_seen = self.unhealthy_seen or not self.app.health().ok
+        # An idle app finds out with its next poll.
+        await eventually(lambda: not self.app.health().ok, 5.0, "health tells that the server is away")
+        self.unhealthy_seen = True
         await asyncio.to_thread(self.server.start)
 
     async def settled(self) -> None:
