@@ -2,7 +2,7 @@
 
 Theory of operation
     Workers append to one list; one task takes all there is and settles it in one round trip, while the next group
-    gathers. An idle subscriber settles at once. While workers are busy, a *small* group waits four times what the last
+    gathers. An idle subscriber settles at once. While workers are busy, a *small* group waits eight times what the last
     settlement took (at most 20 ms), ended when a worker runs dry: otherwise one worker with a 100 us handler would
     commit once a message.
 
@@ -25,7 +25,7 @@ from .signal import Signal
 
 __all__ = ["Settler", "backoff"]
 
-PACE = 4.0  # times the last settlement's duration
+PACE = 8.0  # times the last settlement's duration
 MOST_PACE = 0.02  # seconds
 BURIED = Ack()  # ends the original of a dead letter: no handler acknowledged it, so it is not counted as that
 
