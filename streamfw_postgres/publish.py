@@ -111,8 +111,7 @@ class Publisher:
 
     async def _through(self, items: list[Item]) -> dict[int, PublishError]:
         """Queue them for the sender, and wait. Errors by position."""
-        # Most calls bring one message: no generator for it.
-        jobs = [_Job(items, len(items[0][0].body))] if len(items) == 1 else list(_jobs(items))
+        jobs = list(_jobs(items))
         self._jobs += jobs
         self._start()
         if len(jobs) == 1:
