@@ -28,6 +28,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "Retry",
+    "as_outcome",
     "is_outcome",
 ]
 
@@ -109,9 +110,16 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
         return pause * random.uniform(0.5, 1.0) if self.jitter else pause
 
 
+def as_outcome(result: object) -> Outcome | None:
+    """The outcome that a handler's result is, or is the class of: ``return DeadLetter`` means what raising it means."""
+    if isinstance(result, type) and issubclass(result, Outcome):
+        return result()
+    return result if isinstance(result, Outcome) else None
+
+
 def is_outcome(result: object) -> bool:
     """Whether a handler's result is an outcome, or the class of one."""
-    return isinstance(result, Outcome) or (isinstance(result, type) and issubclass(result, Outcome))
+    return as_outcome(result) is not None
 
 
 class Policy:
@@ -142,8 +150,7 @@ class Policy:
 
     def outcome(self, message: Message, result: object) -> Outcome:
         """The outcome of `message`, whose handler returned or raised `result`."""
-        if isinstance(result, type) and is_outcome(result):
-            result = result()  # ``return DeadLetter`` means what ``raise DeadLetter`` means
+        result = as_outcome(result) or result
         if isinstance(result, Outcome):
             # A raised outcome carries tracebacks, whose frames hold the message: never kept.
             result.__traceback__ = result.__context__ = result.__cause__ = None

@@ -16,7 +16,7 @@ import msgspec
 
 from streamfw.handler import Call, MessageBatch
 from streamfw.message import Message, Outgoing
-from streamfw.outcome import ACK, RELEASE, SETTLED, Outcome, is_outcome
+from streamfw.outcome import ACK, RELEASE, SETTLED, Outcome, as_outcome
 from streamfw.outlet import NextPublish
 
 from .metrics import Histogram
@@ -116,8 +116,7 @@ def _ended(result: object) -> tuple[Outcome | None, BaseException | None]:
     """Outcome and error of what a handler returned."""
     if isinstance(result, list | tuple):  # of a batch: one an element
         result = next((one for one in cast("Sequence[object]", result) if one is not None), None)
-    if isinstance(result, type) and is_outcome(result):
-        result = result()
+    result = as_outcome(result) or result
     if result is RELEASE:
         return None, None
     if result is SETTLED or not isinstance(result, BaseException):

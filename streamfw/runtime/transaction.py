@@ -10,7 +10,7 @@ from streamfw.broker import Source
 from streamfw.errors import BrokerError, PartialFailure, SettleError
 from streamfw.handler import Call
 from streamfw.observe.logs import about
-from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy, is_outcome
+from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy, as_outcome
 
 __all__ = ["transactional"]
 
@@ -80,8 +80,11 @@ class _Broken:
         if len(self._counts) > 1000:  # a server that goes away breaks many, once each
             self._counts.clear()
         count = self._counts.get(message_id, 0) + 1
-        self._counts[message_id] = 0 if count >= TOO_OFTEN else count
-        return count >= TOO_OFTEN
+        if count >= TOO_OFTEN:
+            self._counts.pop(message_id, None)
+            return True
+        self._counts[message_id] = count
+        return False
 
 
 async def _result(call: Call, message: Any) -> Any:
@@ -96,10 +99,10 @@ def _one_outcome(result: Any, message: Any, policy: Policy, batch: bool) -> Outc
     if result is None:
         return ACK
     if batch:
-        if is_outcome(result):
-            outcome = result() if isinstance(result, type) else result
-            return ACK if isinstance(outcome, Ack) else outcome
-        raise TypeError("a transactional batch has one outcome: return nothing or one, or raise")
+        outcome = as_outcome(result)
+        if outcome is None:
+            raise TypeError("a transactional batch has one outcome: return nothing or one, or raise")
+        return ACK if isinstance(outcome, Ack) else outcome
     return policy.outcome(message, result)
 
 
