@@ -12,13 +12,25 @@ from typing import Any
 import asyncpg
 import msgspec
 
+from streamfw import App
 from streamfw.message import NO_HEADERS, Outgoing
 from streamfw_postgres import PostgresBroker, migrate
+from streamfw_postgres.connection import PostgresConnection
 from streamfw_postgres.roles import SESSION, set_session
 from streamfw_postgres.sql import LAST, Statements
 from tests.services.postgres import NEWEST, OwnPostgres, own, run_directory
 
-__all__ = ["GROUP", "NAME", "Job", "Queue", "drain_by_hand", "publish_by_hand", "server", "settings_of"]
+__all__ = [
+    "GROUP",
+    "NAME",
+    "Job",
+    "Queue",
+    "drain_by_hand",
+    "publish_by_hand",
+    "server",
+    "settings_of",
+    "statements_sent",
+]
 
 NAME, GROUP = "emails", "bench"
 SQL = Statements()
@@ -68,6 +80,13 @@ async def settings_of(dsn: str) -> dict[str, str]:
         await sql.close()
 
 
+def statements_sent(app: App) -> int:
+    """How many statements a running app has sent on its default broker."""
+    connection = app.connection()
+    assert isinstance(connection, PostgresConnection)
+    return connection.sent
+
+
 class Queue:
     """The table, over a connection of its own beside those that are measured."""
 
@@ -105,6 +124,11 @@ class Queue:
     async def count(self) -> int:
         found: int = await self._sql.fetchval("select count(*) from streamfw.message")
         return found
+
+    async def all_gone(self) -> None:
+        """Raises `AssertionError` where rows are left."""
+        if left := await self.count():
+            raise AssertionError(f"{left} rows are left")
 
     @asynccontextmanager
     async def transaction_held_open(self) -> AsyncIterator[None]:

@@ -15,11 +15,20 @@ from benchmarks.apps import Gate, all_settled
 from benchmarks.harness import Case, Goal, Sample, Scenario, Window
 from benchmarks.jobs import BODY, fresh
 from benchmarks.loops import run
-from benchmarks.queue import GROUP, NAME, Job, Queue, drain_by_hand, publish_by_hand, server, settings_of
+from benchmarks.queue import (
+    GROUP,
+    NAME,
+    Job,
+    Queue,
+    drain_by_hand,
+    publish_by_hand,
+    server,
+    settings_of,
+    statements_sent,
+)
 from streamfw import App, subscriber
 from streamfw.message import Outgoing, new_message_id
 from streamfw_postgres import PostgresBroker
-from streamfw_postgres.connection import PostgresConnection
 from streamfw_postgres.lease import LeaseSource
 
 __all__ = ["scenario"]
@@ -114,7 +123,7 @@ class _Bench:
                 await queue.load(rows)
                 with Window(self.pid) as window:
                     await drain_by_hand(connection, queue, rows, h, batch, hint)
-                await _all_gone(queue)
+                await queue.all_gone()
             return window.sample(rows, **{"statements by 100": 2 * 100 / batch})
 
         return self._case(name, count, work, [])
@@ -137,13 +146,13 @@ class _Bench:
                     await queue.load(rows)
                     if held:
                         await stack.enter_async_context(queue.transaction_held_open())
-                    before = _sent(app)
+                    before = statements_sent(app)
                     with Window(self.pid) as window:
                         gate.open()
                         source.wake()
                         await all_settled(app, rows)
-                    sent = _sent(app) - before
-                await _all_gone(queue)
+                    sent = statements_sent(app) - before
+                await queue.all_gone()
             return window.sample(rows, **{"statements by 100": sent * 100 / rows})
 
         return self._case(name, count, work, goals)
@@ -195,18 +204,12 @@ class _Bench:
                         await app.publish(NAME, BODY)
 
                 await asyncio.gather(*(publish(1) for _ in range(WARM)))
-                before = _sent(app)
+                before = statements_sent(app)
                 with Window(self.pid) as window:
                     await asyncio.gather(*(publish(count // 100) for _ in range(100)))
-                sent = _sent(app) - before
+                sent = statements_sent(app) - before
             await _all_there(queue, count + WARM)
         return window.sample(count, **{"statements by 100": sent * 100 / count})
-
-
-def _sent(app: App) -> int:
-    connection = app.connection()
-    assert isinstance(connection, PostgresConnection)
-    return connection.sent
 
 
 @asynccontextmanager
@@ -236,11 +239,6 @@ async def _ended(process: asyncio.subprocess.Process) -> bytes:
     if process.stdin is not None:
         process.stdin.close()
     return (await process.communicate())[0]
-
-
-async def _all_gone(queue: Queue) -> None:
-    if left := await queue.count():
-        raise AssertionError(f"{left} rows are left")
 
 
 async def _all_there(queue: Queue, count: int) -> None:

@@ -15,11 +15,10 @@ from benchmarks.apps import Gate
 from benchmarks.harness import Case, Goal, Sample, Scenario, Window
 from benchmarks.jobs import fresh
 from benchmarks.loops import run
-from benchmarks.queue import GROUP, MAX_BODY, NAME, Job, server
+from benchmarks.queue import GROUP, MAX_BODY, NAME, Job, server, statements_sent
 from benchmarks.queue import Queue as Table
 from streamfw import App, subscriber
 from streamfw_postgres import PostgresBroker, Queue
-from streamfw_postgres.connection import PostgresConnection
 from streamfw_postgres.holding import HeldClaim
 from streamfw_postgres.lock_sql import LockStatements
 from streamfw_postgres.rowlock import RowLockSource
@@ -91,7 +90,7 @@ class _Bench:
                 await table.load(rows)
                 with Window(self.pid) as window:
                     await _drain_by_hand(connection, table, rows, noop, batch, hint)
-                await _all_gone(table)
+                await table.all_gone()
             return window.sample(rows, **{"statements by 100": 3 * 100 / batch})
 
         return Case(name=name, count=ROWS, run=lambda n: run(work(n), self.loop))
@@ -108,13 +107,13 @@ class _Bench:
                     gate = Gate(source, passes=1)
                     await _all_committed(source, WARM)
                     await table.load(rows)
-                    before = _sent(app)
+                    before = statements_sent(app)
                     with Window(self.pid) as window:
                         gate.open()
                         source.wake()
                         await _all_committed(source, rows)
-                    sent = _sent(app) - before
-                await _all_gone(table)
+                    sent = statements_sent(app) - before
+                await table.all_gone()
             return window.sample(rows, **{"statements by 100": sent * 100 / rows})
 
         return Case(name=name, count=ROWS, run=lambda n: run(work(n), self.loop), goals=goals)
@@ -158,14 +157,3 @@ async def _all_committed(source: RowLockSource, count: int) -> None:
 
     source.ended = ended  # type: ignore[method-assign]
     await finished.wait()
-
-
-def _sent(app: App) -> int:
-    connection = app.connection()
-    assert isinstance(connection, PostgresConnection)
-    return connection.sent
-
-
-async def _all_gone(table: Table) -> None:
-    if left := await table.count():
-        raise AssertionError(f"{left} rows are left")
