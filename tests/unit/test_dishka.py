@@ -45,7 +45,7 @@ class Shop(Provider):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[tuple[str, str, str | None]] = []
-        self.faults: list[BaseException] = []  # of the next sessions
+        self.faults: list[BaseException] = []  # raised by the sessions to come
         self.closing_fault: BaseException | None = None
 
     @provide(scope=Scope.APP)
