@@ -1,0 +1,327 @@
+"""A broker's options, from its URL and its arguments, checked; and what aiokafka's clients are made with.
+
+kafka://user:password@h1:9092,h2:9092/?isolation=read_uncommitted
+kafka+tls://h1,h2:9093/?ca=/etc/kafka/ca.pem
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeAlias, get_args
+from urllib.parse import unquote
+
+import msgspec
+from aiokafka import codec
+
+from streamfw.config import near
+
+__all__ = ["Compression", "Isolation", "Sasl", "Settings", "client_arguments", "parsed"]
+
+Sasl: TypeAlias = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+Isolation: TypeAlias = Literal["read_committed", "read_uncommitted"]
+Compression: TypeAlias = Literal["none", "gzip", "snappy", "lz4", "zstd"]
+
+PORT: Final = 9092
+_FORM: Final = "kafka://user:password@host:port,host:port/?option=value (or kafka+tls://..) is needed"
+_ESCAPES: Final = "special characters in user and password are percent-encoded ('/' is %2F, '@' is %40)"
+_LEGAL: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """See `KafkaBroker`. Times are in seconds, sizes in bytes. Raises `ValueError`, naming the option.
+
+    - `bootstrap`: ``host:port`` of the servers that are asked first.
+    - `client_id`: what the server's log calls us.
+    - `username`, `password`, `sasl`: how we authenticate (a user name without `sasl` means PLAIN).
+    - `tls`, `ca`, `cert`, `key`: whether over TLS; files of certificates to trust, and of our own.
+    - `create_topics`, `partitions`, `replication`: make missing topics, and how (-1: the server's defaults).
+    - `isolation`: whether records of open and aborted transactions are seen.
+    - `session_timeout`, `heartbeat`, `rebalance_timeout`, `max_poll_interval`, `static_member`: of the consumer group;
+      `static_member` is the ``group.instance.id``.
+    - `rebalance_drain`: how long running handlers may finish before their partitions move.
+    - `commit_every`, `commit_after`, `commit_timeout`: seconds, or messages, between two commits.
+    - `open_limit`, `window_limit`: unsettled messages of a partition, and messages from the oldest of them to the
+      newest, at which it is not read further.
+    - `fetch_wait`: how long the server may wait for records.
+    - `compression`, `max_body`, `linger`, `publish_timeout`: of publishing; for `linger` a batch waits for more.
+    - `request_timeout`: one request; `connect_timeout`: all of connecting.
+    - `metadata_age`: after how long topics and partitions are asked for again.
+    """
+
+    bootstrap: tuple[str, ...]
+    client_id: str = "streamfw"
+    username: str | None = None
+    password: str | None = None
+    sasl: Sasl | None = None
+    tls: bool = False
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    create_topics: bool = False
+    partitions: int = -1
+    replication: int = -1
+    isolation: Isolation = "read_committed"
+    session_timeout: float = 45.0
+    heartbeat: float = 0.4
+    rebalance_timeout: float = 60.0
+    rebalance_drain: float = 1.0
+    commit_every: float = 0.2
+    commit_after: int = 5000
+    commit_timeout: float = 5.0
+    open_limit: int = 10_000
+    window_limit: int = 50_000
+    fetch_wait: float = 0.1
+    max_poll_interval: float = 300.0
+    static_member: str | None = None
+    compression: Compression = "none"
+    max_body: int = 1_000_000
+    linger: float = 0.0
+    request_timeout: float = 10.0
+    publish_timeout: float = 30.0
+    connect_timeout: float = 10.0
+    metadata_age: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.bootstrap:
+            raise ValueError(f"url: no host; {_FORM}")
+        for mistake in (*_choice_mistakes(self), *_range_mistakes(self), *_mistakes_together(self)):
+            raise ValueError(mistake)
+        if self.tls:
+            _context_of(self)
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        given = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return [(name, "***" if name == "password" else value) for name, value in given if value is not None]
+
+
+# From, to, and whether it is a whole number. What the server's own limits are (for example of session_timeout) only
+# the server knows: it refuses, and the error says so.
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "partitions": (-1, 10_000),
+    "replication": (-1, 100),
+    "session_timeout": (0.5, 3600),
+    "heartbeat": (0.05, 600),
+    "rebalance_timeout": (1, 3600),
+    "rebalance_drain": (0, 3600),
+    "commit_every": (0.01, 60),
+    "commit_after": (1, 10_000_000),
+    "commit_timeout": (0.1, 300),
+    "open_limit": (1, 10_000_000),
+    "window_limit": (1, 100_000_000),
+    "fetch_wait": (0.001, 10),
+    "max_poll_interval": (1, 86_400),
+    "max_body": (1, 1_000_000_000),
+    "linger": (0, 10),
+    "request_timeout": (0.1, 600),
+    "publish_timeout": (0.1, 3600),
+    "connect_timeout": (0.1, 600),
+    "metadata_age": (0.1, 3600),
+}
+_WHOLE: Final = frozenset({"partitions", "replication", "commit_after", "open_limit", "window_limit", "max_body"})
+
+
+def _choice_mistakes(s: Settings) -> Iterable[str]:
+    for name, choices, given in (
+        ("sasl", Sasl, s.sasl),
+        ("isolation", Isolation, s.isolation),
+        ("compression", Compression, s.compression),
+    ):
+        if given is not None and given not in get_args(choices):
+            yield f"{name}={given!r}: one of {', '.join(get_args(choices))} is needed"
+    if s.compression in ("snappy", "lz4", "zstd") and not getattr(codec, f"has_{s.compression}")():
+        yield f"compression={s.compression!r}: its codec is not installed; pip install cramjam"
+
+
+def _range_mistakes(s: Settings) -> Iterable[str]:
+    for name, (low, high) in _RANGES.items():
+        value: object = getattr(s, name)
+        kinds = int if name in _WHOLE else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+            kind = "a whole number" if name in _WHOLE else "a number"
+            yield f"{name}={value!r}: {kind} from {low:g} to {high:g} is needed"
+    for name in ("partitions", "replication"):
+        if getattr(s, name) == 0:
+            yield f"{name}=0: at least one is needed, or -1 for the server's default"
+    if s.static_member is not None and (not _LEGAL.fullmatch(s.static_member) or s.static_member in (".", "..")):
+        yield f"static_member={s.static_member!r}: 1 to 249 letters, digits, '.', '_' and '-' are needed"
+
+
+def _mistakes_together(s: Settings) -> Iterable[str]:
+    if s.sasl and not s.username:
+        yield f"sasl={s.sasl!r} without a user name: write it into the URL, kafka://user:password@.."
+    if s.password is not None and not s.username:
+        yield "password: there is no user name with it"
+    if s.username and s.password is None:
+        yield f"username={s.username!r} without a password: kafka://user:password@.. is needed"
+    if s.username and not s.sasl:
+        yield f"username={s.username!r} without sasl=: one of {', '.join(get_args(Sasl))} is needed"
+    for name in ("ca", "cert", "key"):
+        if getattr(s, name) is not None and not s.tls:
+            yield f"{name}={getattr(s, name)!r} without TLS: write kafka+tls:// in the URL"
+    for name, other in (("cert", "key"), ("key", "cert")):
+        if getattr(s, name) is not None and getattr(s, other) is None:
+            yield f"{name}={getattr(s, name)!r} without {other}=: our certificate and its key come together"
+    if s.heartbeat * 3 > s.session_timeout:
+        yield f"heartbeat={s.heartbeat:g} is more than a third of session_timeout={s.session_timeout:g}"
+    if s.rebalance_drain >= s.rebalance_timeout:
+        yield f"rebalance_drain={s.rebalance_drain:g} is not below rebalance_timeout={s.rebalance_timeout:g}"
+    if s.window_limit < s.open_limit:
+        yield f"window_limit={s.window_limit} is below open_limit={s.open_limit}"
+    if s.linger >= s.publish_timeout:
+        yield f"linger={s.linger:g} is not below publish_timeout={s.publish_timeout:g}"
+
+
+_NAMES: Final = tuple(
+    field.name for field in msgspec.structs.fields(Settings) if field.name not in ("bootstrap", "tls")
+)
+_TYPES: Final = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+
+
+def parsed(url: str, **options: Any) -> Settings:
+    """The settings of `url` and `options`; an option that is None counts as not given. The query of the URL takes the
+    same options as text; of one that is given both ways the argument wins.
+
+    Raises `ValueError`, naming the option, and without what may be a password.
+    """
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme not in ("kafka", "kafka+tls"):
+        raise ValueError(f"url: {_FORM}")
+    bootstrap = _bootstrap(rest)
+    values = _login(rest) | _query(rest)
+    for name, value in options.items():
+        if value is not None:
+            values[name] = _converted(name, os.fspath(value) if isinstance(value, os.PathLike) else value, strict=True)
+    if values.get("username"):
+        values.setdefault("sasl", "PLAIN")
+    return Settings(bootstrap=bootstrap, tls=scheme == "kafka+tls", **values)
+
+
+def _authority(rest: str) -> tuple[str, str]:
+    """What stands before and after the last "@" in front of the path."""
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    if "@" in rest[len(authority) :]:  # else what follows would be taken for options, and shown
+        raise ValueError(f"url: '@' behind '/', '?' or '#'; {_ESCAPES}")
+    login, _, hosts = authority.rpartition("@")
+    return login, hosts
+
+
+def _login(rest: str) -> dict[str, Any]:
+    login, _ = _authority(rest)
+    if not login:
+        return {}
+    username, colon, password = login.partition(":")
+    found = {"username": unquote(username)}
+    return found | {"password": unquote(password)} if colon else found
+
+
+def _bootstrap(rest: str) -> tuple[str, ...]:
+    _, hosts = _authority(rest)
+    if not hosts:
+        raise ValueError(f"url: no host; {_FORM}")
+    return tuple(_host(host) for host in hosts.split(","))
+
+
+_HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|[\w.-]+)(?::(\d{1,5}))?")
+
+
+def _host(text: str) -> str:
+    match = _HOST.fullmatch(text)
+    # The text itself may be a piece of a password.
+    if match is None:
+        raise ValueError(f"url: malformed host or port; {_FORM}; {_ESCAPES}, IPv6 addresses stand in brackets")
+    port = int(match[2] or PORT)
+    if not 0 < port < 65_536:
+        raise ValueError("url: a port is a number from 1 to 65535")
+    return f"{match[1]}:{port}"
+
+
+def _query(rest: str) -> dict[str, Any]:
+    path, _, query = rest.partition("?")
+    if "/" in path and path.partition("/")[2]:
+        raise ValueError(f"url: nothing belongs between the hosts and '?'; {_FORM}; {_ESCAPES}")
+    if "#" in rest:
+        raise ValueError(f"url: '#' has no meaning in it; {_ESCAPES}")
+    found: dict[str, Any] = {}
+    for part in query.split("&") if query else ():
+        name, _, text = part.partition("=")
+        if name in found:
+            raise ValueError(f"url: option {name!r} stands in it twice")
+        found[name] = _converted(name, unquote(text), strict=False)
+    return found
+
+
+def _converted(name: str, value: object, strict: bool) -> Any:
+    if name == "tls":
+        raise ValueError("tls: write kafka+tls:// in the URL")
+    if name not in _NAMES:
+        raise ValueError(f"unknown option {name!r}{near(name, _NAMES)}")
+    try:
+        return msgspec.convert(value, _TYPES[name], strict=strict)
+    except msgspec.ValidationError as error:
+        shown = "" if name == "password" else f"={value!r}"
+        choices = get_args(_TYPES[name])
+        named = [c for choice in choices for c in (get_args(choice) or (choice,)) if isinstance(c, str)]
+        needed = f"one of {', '.join(named)} is needed" if named else str(error)
+        raise ValueError(f"{name}{shown}: {needed}") from None
+
+
+def client_arguments(settings: Settings) -> dict[str, Any]:
+    """What every client of aiokafka is made with (consumer, producer, admin and bare client alike)."""
+    arguments: dict[str, Any] = {
+        "bootstrap_servers": list(settings.bootstrap),
+        "client_id": settings.client_id,
+        "security_protocol": ("SASL_" if settings.sasl else "") + ("SSL" if settings.tls else "PLAINTEXT"),
+        "request_timeout_ms": round(settings.request_timeout * 1000),
+        "metadata_max_age_ms": round(settings.metadata_age * 1000),
+        "retry_backoff_ms": 100,
+    }
+    if settings.tls:
+        arguments["ssl_context"] = _context_of(settings)
+    if settings.sasl:
+        arguments["sasl_mechanism"] = settings.sasl
+        arguments["sasl_plain_username"] = settings.username
+        arguments["sasl_plain_password"] = settings.password
+    return arguments
+
+
+def _context_of(settings: Settings) -> ssl.SSLContext:
+    files = (("ca", settings.ca), ("cert", settings.cert), ("key", settings.key))
+    return _context(*(path and (path, _changed(option, path)) for option, path in files))
+
+
+def _changed(option: str, path: str) -> float:
+    """When the file was last written: a certificate that was renewed is read again."""
+    try:
+        with open(path, "rb"):
+            return os.stat(path).st_mtime
+    except OSError as error:
+        raise ValueError(f"{option}={path!r}: cannot be read: {error.strerror}") from None
+
+
+_File: TypeAlias = "tuple[str, float] | None"
+
+
+@lru_cache(maxsize=16)
+def _context(ca: _File, cert: _File, key: _File) -> ssl.SSLContext:
+    """Made once for each set of files. The server's certificate and name are verified."""
+    try:
+        context = ssl.create_default_context(cafile=ca[0] if ca else None)
+    except ssl.SSLError as error:
+        raise ValueError(f"ca={ca and ca[0]!r}: holds no certificates in PEM: {error.reason or error}") from None
+    if cert and key:
+        try:
+            # Without a password of ours, OpenSSL asks the terminal for one.
+            context.load_cert_chain(cert[0], key[0], password=lambda: "")
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"cert={cert[0]!r}, key={key[0]!r}: not a certificate and its key in PEM, without a passphrase: "
+                f"{error.reason or error}"
+            ) from None
+    return context
