@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.services import kafka as kafka_services
 from tests.services import postgres as services
 
 # A run in the background, or under `nohup`, ignores these; the programs that tests start would inherit it.
@@ -98,6 +99,27 @@ def own_postgres(services_directory: Path) -> Iterator[services.OwnPostgres]:
 def own_durable_postgres(services_directory: Path) -> Iterator[services.OwnPostgres]:
     """A server of the test's own that syncs to disk, as servers in use do."""
     with services.own(services.NEWEST, services_directory, fsync=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def kafka(services_directory: Path) -> Iterator[kafka_services.Kafka]:
+    """A Kafka node, shared by the whole run: it must not be stopped; a test makes its own topics and groups."""
+    with kafka_services.shared(kafka_services.ONE, services_directory) as server:
+        yield server
+
+
+@pytest.fixture
+def own_kafka(services_directory: Path) -> Iterator[kafka_services.OwnKafka]:
+    """A Kafka node of the test's own: to be stopped, restarted, killed and frozen."""
+    with kafka_services.own(kafka_services.ONE, services_directory) as server:
+        yield server
+
+
+@pytest.fixture
+def own_kafka_cluster(services_directory: Path) -> Iterator[kafka_services.OwnKafka]:
+    """Three Kafka nodes of the test's own, which keep every topic on all of them."""
+    with kafka_services.own(kafka_services.THREE, services_directory) as server:
         yield server
 
 
