@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaError, for_code
 from aiokafka.protocol.metadata import MetadataRequest
 
-__all__ = ["coordinator", "create_topic", "known_to", "leader"]
+__all__ = ["coordinator", "create_topic", "exercise", "known_to", "leader"]
 
 
 async def known_to(address: str) -> set[int]:
@@ -36,6 +37,23 @@ async def create_topic(bootstrap: str, name: str, partitions: int, copies: int, 
     async with _client(bootstrap) as client:
         for node in [broker.nodeId for broker in client.cluster.brokers()]:
             await _wait_for_leaders(client, node, name, partitions)
+
+
+async def exercise(bootstrap: str) -> None:
+    """Use what most clients use of a server once: write a record, read it in a group, commit."""
+    await create_topic(bootstrap, "exercise", 1, 1, {})
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap, enable_idempotence=True) as producer:
+        await producer.send_and_wait("exercise", b"value", key=b"key")
+    consumer = AIOKafkaConsumer(
+        "exercise",
+        bootstrap_servers=bootstrap,
+        group_id="exercise",
+        auto_offset_reset="earliest",
+        enable_auto_commit=False,
+    )
+    async with consumer:
+        await consumer.getone()
+        await consumer.commit()
 
 
 async def leader(bootstrap: str, topic: str, partition: int) -> int:

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +40,12 @@ class Java:
     def archive(self) -> Path:
         return self.directory / "classes.jsa"
 
-    def command(
-        self, main_class: str, *arguments: str, options: tuple[str, ...] = (), archived: bool = True
-    ) -> list[str]:
+    def command(self, main_class: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
         """The command line for a main class. Serial collector and C1 only: they start fastest and take the least."""
         small = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData"]
         sharing = [f"-XX:SharedArchiveFile={self.archive}", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
         quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
-        flags = [*small, *(sharing if archived and self.archive.exists() else []), quiet, *options]
+        flags = [*small, *(sharing if self.archive.exists() else []), quiet, *options]
         return [self.program, *flags, "-cp", f"{self.directory}/lib/*", main_class, *arguments]
 
 

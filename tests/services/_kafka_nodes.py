@@ -178,11 +178,11 @@ class Node:
         with self.log.open("ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log)
 
-    def launch(self, java: Java, *, megabytes: int, archived: bool = True, options: tuple[str, ...] = ()) -> None:
+    def launch(self, java: Java, *, megabytes: int, options: Sequence[str] = ()) -> None:
         """Start its process, in a session of its own: what a terminal sends to the tests is not for it."""
         # Java unpacks native libraries into its temporary directory, and a killed one leaves them there.
         memory = ("-Xms64m", f"-Xmx{megabytes}m", f"-Djava.io.tmpdir={self.home}")
-        command = java.command("kafka.Kafka", str(self.settings), options=(*memory, *options), archived=archived)
+        command = java.command("kafka.Kafka", str(self.settings), options=(*memory, *options))
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(self.home / "pid"), *command],
@@ -198,16 +198,17 @@ class Node:
 
     def process(self) -> psutil.Process | None:
         """Its process, or none if it does not run."""
+        for pid in [pid for pid, child in _children.items() if child.poll() is not None]:
+            del _children[pid]
         try:
             process = psutil.Process(int((self.home / "pid").read_text()))
-            ours = str(self.settings) in process.cmdline()  # else the number was given to another process
-            ended = process.status() == psutil.STATUS_ZOMBIE
+            if process.pid in _children:
+                return process
+            if process.status() == psutil.STATUS_ZOMBIE:  # with threads that live it still holds files and ports
+                return process if process.num_threads() > 1 else None
+            return process if str(self.settings) in process.cmdline() else None  # else the number is another's now
         except (OSError, ValueError, psutil.Error):
             return None
-        finally:
-            for pid in [pid for pid, child in _children.items() if child.poll() is not None]:
-                del _children[pid]
-        return process if ours and not ended else None
 
     def responds(self) -> bool:
         """Say whether it runs, and is not frozen."""

@@ -4,236 +4,31 @@
 (two must have a record before it is acknowledged). Their heaps are small and their timeouts short; topics are made on
 request only.
 
-    python -m tests.services.kafka run -- COMMAND {url}    # COMMAND, on a node of its own
-    python -m tests.services.kafka fetch                   # only fetch the programs
+    python -m tests.services.kafka run -- COMMAND {url}    # COMMAND, with a node for as long as it runs
+    python -m tests.services.kafka fetch                   # only fetch the server's programs
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import secrets
-import shutil
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Coroutine, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
+from streamfw_postgres._embedded_steps import run
 
-from streamfw_postgres._embedded_steps import Steps, run
-
-from . import _kafka_admin as admin
 from . import _kafka_nodes as nodes
-from ._certificates import make_certificates
-from ._homes import Service, fail, free_port, register, remembered, run_directory, running
-from ._kafka_java import Java, KafkaServerError, programs
+from ._homes import fail, run_directory, running
+from ._kafka_cluster import ONE, THREE, Cluster, Kafka, Kind, ready_programs
+from ._kafka_java import KafkaServerError
 from ._kafka_nodes import Login, Node
 from .proxy import Proxy
 
 __all__ = ["ONE", "THREE", "Kafka", "Kind", "Login", "OwnKafka", "java_tool", "own", "run_directory", "shared"]
-
-T = TypeVar("T")
-
-
-# ---------------------------------------------------------------------- how to reach one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kafka:
-    """How to reach a test server: ``host:port,...`` of each of its listeners, "" for one that it does not have.
-
-    `bootstrap` asks for nothing, `sasl` for a login, `tls` is encrypted, `sasl_tls` both. The certificate is for
-    127.0.0.1 and localhost, by the CA in `ca`. `logins` has a user for each mechanism: PLAIN, SCRAM-SHA-256 and
-    SCRAM-SHA-512. `proxied` tells clients to come back by way of the proxies of `OwnKafka.proxies`.
-    """
-
-    bootstrap: str
-    nodes: int
-    proxied: str = ""
-    sasl: str = ""
-    tls: str = ""
-    sasl_tls: str = ""
-    ca: Path | None = None
-    logins: Mapping[str, Login] = field(default_factory=dict, repr=False)
-
-    @property
-    def url(self) -> str:
-        """The URL of a broker, without login and TLS."""
-        return f"kafka://{self.bootstrap}"
-
-    @property
-    def proxied_url(self) -> str:
-        """The URL of a broker that is reached through the proxies of `OwnKafka.proxies`."""
-        return f"kafka://{self.proxied}"
-
-    async def create_topic(self, name: str, partitions: int = 4, **settings: str | int) -> str:
-        """Make a topic, with a copy on each node, and wait until it can be used; return its name.
-
-        Settings are written with ``_`` for the dots: ``cleanup_policy="compact"``. Raises what the server answers.
-        """
-        named = {key.replace("_", "."): str(value) for key, value in settings.items()}
-        await admin.create_topic(self.bootstrap, name, partitions, min(self.nodes, 3), named)
-        return name
-
-    async def leader(self, topic: str, partition: int = 0) -> int:
-        """The number of the node (from 1 on) that leads a partition."""
-        return await admin.leader(self.bootstrap, topic, partition)
-
-    async def coordinator(self, group: str) -> int:
-        """The number of the node (from 1 on) that coordinates a consumer group."""
-        return await admin.coordinator(self.bootstrap, group)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Which server: how many nodes, and whether it also listens with login and TLS."""
-
-    name: str
-    nodes: int = 1
-    secure: bool = False
-
-
-ONE = Kind("kafka", secure=True)
-THREE = Kind("kafka3", nodes=3)
-
-_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-_START = 60.0
-_STOP = 10.0
-
-
-# ---------------------------------------------------------------------- one cluster
-
-
-class _Cluster(Service):
-    """The nodes in `home`. `proxied` adds the listener for proxies."""
-
-    def __init__(
-        self, kind: Kind, home: Path, *, proxied: bool = False, settings: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(home)
-        self.kind = kind
-        self.nodes = [Node(number, home / f"node{number}") for number in range(1, kind.nodes + 1)]
-        self._proxied = proxied
-        self._settings = settings or {}
-
-    @property
-    def ports(self) -> dict[int, dict[str, int]]:
-        """The ports of each node, the same for as long as the home exists."""
-        text = remembered(self.home / "ports", lambda: json.dumps(self._choose_ports()))
-        return msgspec.json.decode(text, type=dict[int, dict[str, int]])
-
-    def _choose_ports(self) -> dict[int, dict[str, int]]:
-        names = [nodes.PLAINTEXT, nodes.CONTROLLER]
-        names += [nodes.PROXIED, nodes.ADVERTISED] if self._proxied else []
-        names += [nodes.SASL, nodes.TLS, nodes.SASL_TLS] if self.kind.secure else []
-        found: set[int] = set()
-        while len(found) < len(names) * len(self.nodes):
-            found.add(free_port())
-        return {node.number: {name: found.pop() for name in names} for node in self.nodes}
-
-    @property
-    def logins(self) -> list[Login]:
-        text = remembered(self.home / "logins", lambda: json.dumps(_choose_logins() if self.kind.secure else []))
-        return msgspec.json.decode(text, type=list[Login])
-
-    def _start(self) -> Steps:
-        java = programs()
-        if self.home.joinpath("ready").exists():
-            yield from self.starting(self.nodes, java)
-            return
-        for last in (False, False, True):
-            self._make(java)
-            try:
-                yield from self.starting(self.nodes, java)
-                break
-            except KafkaServerError:
-                # Between our look for a free port and the server's use of it somebody else may take it.
-                if last or not any("Address already in use" in node.said() for node in self.nodes):
-                    raise
-                yield from nodes.ending(self.nodes, patience=0.0)
-        (self.home / "ready").touch()
-
-    def _make(self, java: Java) -> None:
-        """Make the directories of all nodes, new."""
-        (self.home / "ports").unlink(missing_ok=True)
-        tls = self._tls() if self.kind.secure else None
-        for node in self.nodes:
-            shutil.rmtree(node.home, ignore_errors=True)
-            settings = nodes.properties(node.number, node.home, self.ports, self.logins, tls)
-            node.configure({**settings, **self._settings})
-        nodes.format_nodes(self.nodes, java, self.logins)
-
-    def _tls(self) -> Path:
-        where = self.home / "tls"
-        if not where.exists():
-            where.mkdir(mode=0o700)
-            make_certificates(where)
-            (where / "server.pem").write_text((where / "server.key").read_text() + (where / "server.crt").read_text())
-            shutil.copyfile(where / "ca.crt", self.home / "ca.crt")
-        return where
-
-    def starting(self, which: list[Node], java: Java | None = None) -> Steps:
-        """Start those of the nodes that do not run, and wait until each knows all that run."""
-        for node in which:
-            if node.process() is None:
-                node.launch(java or programs(), megabytes=320 if self.kind.nodes == 1 else 256)
-        end = time.monotonic() + _START
-        for node in which:
-            while not self._answers(node):
-                if node.process() is None:
-                    raise KafkaServerError(f"Kafka node {node.number} ended while it started:\n{node.said()}")
-                if time.monotonic() > end:
-                    raise KafkaServerError(f"Kafka node {node.number} was not up in {_START:g} s:\n{node.said()}")
-                yield 0.02
-
-    def _answers(self, node: Node) -> bool:
-        port = self.ports[node.number][nodes.PLAINTEXT]
-        with socket.socket() as probe:  # first, as the client logs every refusal
-            if probe.connect_ex(("127.0.0.1", port)):
-                return False
-        alive = {each.number for each in self.nodes if each.responds()}
-        return _in_thread(admin.known_to(f"127.0.0.1:{port}")) >= alive
-
-    def _end(self) -> Steps:
-        left = [Node(0, pid.parent) for pid in self.home.glob("node*/pid")]
-        yield from nodes.ending(left, patience=0.0)  # nothing of it is kept
-
-    def facts(self) -> Kafka:
-        def listener(name: str) -> str:
-            return ",".join(f"127.0.0.1:{each[name]}" for each in ports.values() if name in each)
-
-        ports = self.ports
-        return Kafka(
-            bootstrap=listener(nodes.PLAINTEXT),
-            nodes=self.kind.nodes,
-            proxied=listener(nodes.ADVERTISED),
-            sasl=listener(nodes.SASL),
-            tls=listener(nodes.TLS),
-            sasl_tls=listener(nodes.SASL_TLS),
-            ca=self.home / "ca.crt" if self.kind.secure else None,
-            logins={login.mechanism: login for login in self.logins},
-        )
-
-
-def _choose_logins() -> list[dict[str, str]]:
-    """Users with passwords that have to be quoted in a URL."""
-    return [
-        {"mechanism": each, "user": f"{each.lower()}-user", "password": f"{secrets.token_urlsafe(12)}:/@%"}
-        for each in _MECHANISMS
-    ]
-
-
-def _in_thread(work: Coroutine[object, object, T]) -> T:
-    """Run it in an event loop of its own, also where this thread has one that runs."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 class OwnKafka:
@@ -243,7 +38,7 @@ class OwnKafka:
     they are for all nodes. Ports and data stay the same.
     """
 
-    def __init__(self, cluster: _Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.facts = cluster.facts()
 
@@ -253,11 +48,11 @@ class OwnKafka:
 
     def stop(self, node: int | None = None) -> None:
         """Shut down: a node hands over what it leads first; killed after 10 s."""
-        run(nodes.ending(self._which(node), patience=_STOP))
+        run(nodes.ending(self._which(node), patience=10.0))
 
     def start(self, node: int | None = None) -> None:
         """Start what does not run, and wait until it answers and knows all the nodes that run."""
-        run(self._cluster.starting(self._which(node)))
+        run(self._cluster.starting(self._which(node), ready_programs()))
 
     def restart(self, node: int | None = None) -> None:
         self.stop(node)
@@ -298,11 +93,8 @@ class OwnKafka:
 # ---------------------------------------------------------------------- for a test run
 
 
-register("kafka", lambda home: _Cluster(ONE, home))
-
-
 @contextmanager
-def _running(cluster: _Cluster) -> Iterator[_Cluster]:
+def _running(cluster: Cluster) -> Iterator[Cluster]:
     try:
         with running(cluster):
             yield cluster
@@ -313,7 +105,7 @@ def _running(cluster: _Cluster) -> Iterator[_Cluster]:
 @contextmanager
 def shared(kind: Kind, directory: Path) -> Iterator[Kafka]:
     """Use the one server of this kind that all workers of the run share."""
-    with _running(_Cluster(kind, directory / kind.name)) as cluster:
+    with _running(Cluster(kind, directory / kind.name)) as cluster:
         yield cluster.facts()
 
 
@@ -322,14 +114,20 @@ def own(kind: Kind, directory: Path, *, settings: Mapping[str, str] | None = Non
     """Start a server for one test, without login and TLS; stopped (thawed first) and removed at the end."""
     home = directory / f"{kind.name}-{secrets.token_hex(4)}"
     plain = replace(kind, secure=False)
-    with _running(_Cluster(plain, home, proxied=True, settings=settings)) as cluster:
+    with _running(Cluster(plain, home, proxied=True, settings=settings)) as cluster:
         yield OwnKafka(cluster)
 
 
 def java_tool(main_class: str, *arguments: str, input: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Run one of Kafka's own command line tools, for example ``org.apache.kafka.tools.ConsoleProducer``."""
     try:
-        command = programs().command(main_class, *arguments)
+        command = ready_programs().command(main_class, *arguments)
     except KafkaServerError as error:
         fail(str(error))
     return subprocess.run(command, input=input, capture_output=True, timeout=50, check=False)
+
+
+if __name__ == "__main__":
+    from ._kafka_command import app
+
+    sys.exit(app())

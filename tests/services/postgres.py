@@ -11,9 +11,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,13 +21,14 @@ from urllib.parse import quote, urlencode
 
 import asyncpg
 import psutil  # type: ignore[import-untyped, unused-ignore]
-import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from streamfw_postgres._embedded_binaries import Account, plain_account, wheel_binaries
 from streamfw_postgres._embedded_server import PostgresServer, State
-from streamfw_postgres._embedded_share import Shared
-from streamfw_postgres._embedded_steps import EmbeddedError, Steps, run
+from streamfw_postgres._embedded_steps import EmbeddedError, Steps
+
+from ._certificates import make_certificates
+from ._homes import Service, fail, free_port, register, remembered, run_directory, running
 
 __all__ = [
     "NEWEST",
@@ -116,7 +114,7 @@ def _wheel(account: Account) -> Path:
     try:
         return wheel_binaries(account)
     except EmbeddedError as error:
-        pytest.fail(f"the tests need the newest Postgres: {error}", pytrace=False)
+        fail(f"the tests need the newest Postgres: {error}")
 
 
 def _oldest_of_debian() -> Path:
@@ -130,14 +128,9 @@ def _debian15(account: Account) -> Path:
     binaries = Path(os.environ.get("STREAMFW_TEST_POSTGRES15") or _oldest_of_debian())
     missing = [name for name in ("postgres", "initdb", "pg_ctl") if not (binaries / name).is_file()]
     if missing:
-        pytest.fail(
+        fail(
             f"the tests need an old Postgres, and {binaries} lacks {', '.join(missing)}: apt-get install postgresql "
-            "(or set STREAMFW_TEST_POSTGRES15 to the directory of its programs)",
-            pytrace=False,
-        )
-    if shutil.which("openssl") is None:
-        pytest.fail(
-            "the tests need openssl to make the certificates of Postgres 15: apt-get install openssl", pytrace=False
+            "(or set STREAMFW_TEST_POSTGRES15 to the directory of its programs)"
         )
     return binaries
 
@@ -169,15 +162,14 @@ hostssl replication all  127.0.0.1/32  scram-sha-256
 # ---------------------------------------------------------------------- one server
 
 
-class _Service:
-    """One server in `home`, started and stopped in steps; several processes may hold objects for the same `home`."""
+class _Service(Service):
+    """One Postgres in `home`."""
 
     def __init__(
         self, kind: Kind, home: Path, *, fsync: bool = False, settings: Mapping[str, str] | None = None
     ) -> None:
+        super().__init__(home)
         self.kind = kind
-        self.home = home
-        self.shared = Shared(home, mode=0o711)
         self._settings = {**_SETTINGS, **({} if fsync else _WITHOUT_FSYNC), **(settings or {})}
         self._fsync = fsync
         self._server: PostgresServer | None = None
@@ -186,12 +178,6 @@ class _Service:
     def server(self) -> PostgresServer:
         assert self._server is not None, "the server was not started"
         return self._server
-
-    def join(self) -> Steps:
-        yield from self.shared.join(self._start)
-
-    def leave(self) -> Steps:
-        yield from self.shared.leave(self._stop)
 
     def _start(self) -> Steps:
         self.home.chmod(0o711)  # the plain account that root runs the server as passes through; we made it
@@ -216,20 +202,19 @@ class _Service:
             binaries,
             self.home,
             account=account,
-            password=_remembered(self.home / "password", lambda: secrets.token_urlsafe(16)),
-            port=int(_remembered(self.home / "port", lambda: str(free_port()))),
+            password=remembered(self.home / "password", lambda: secrets.token_urlsafe(16)),
+            port=int(remembered(self.home / "port", lambda: str(free_port()))),
             listen="127.0.0.1",
             settings=settings,
             sync=self._fsync,
         )
 
-    def _stop(self) -> Steps:
+    def _end(self) -> Steps:
         account = plain_account()
         server = self._server or PostgresServer(Path("/"), self.home, account=account, password="")
         if server.state() is not State.STOPPED:
             _signal_all(server, signal.SIGCONT)
             yield from server.stopping()
-        shutil.rmtree(self.home, ignore_errors=True)
 
     def facts(self) -> Postgres:
         server = self.server
@@ -307,57 +292,13 @@ def _signal_all(server: PostgresServer, number: signal.Signals) -> None:
 # ---------------------------------------------------------------------- for a test run
 
 
-def run_directory(run_id: str) -> Path:
-    """Return the directory of the servers of one test run, made if it is missing, and remove what killed runs left."""
-    base = Path(tempfile.gettempdir()) / f"streamfw-tests-{os.geteuid()}"
-    base.mkdir(mode=0o711, exist_ok=True)
-    if base.is_symlink() or base.stat().st_uid != os.geteuid():
-        pytest.fail(f"{base} belongs to somebody else: remove it, or set TMPDIR", pytrace=False)
-    directory = base / run_id
-    directory.mkdir(mode=0o711, exist_ok=True)
-    for path in (base, directory):
-        path.chmod(0o711)
-    for home in base.glob("*/*"):
-        if home.parent != directory:
-            _remove_if_unused(home)
-    return directory
-
-
-def _remove_if_unused(home: Path) -> None:
-    """Join it as one more user and leave: whoever is the last stops and removes it."""
-    service = _Service(NEWEST, home)
-    service.shared = Shared(home, patience=0.0, mode=0o711)
-    try:
-        try:
-            run(service.shared.join(_nothing))
-        finally:
-            run(service.leave())
-        home.parent.rmdir()
-    except (EmbeddedError, OSError):
-        pass  # it starts or stops just now: it is somebody's
-
-
-def _nothing() -> Steps:
-    yield 0.0
-
-
-@contextmanager
-def _running(service: _Service) -> Iterator[_Service]:
-    try:
-        run(service.join())
-        yield service
-    finally:
-        run(service.leave())
-        try:
-            service.home.parent.rmdir()
-        except OSError:
-            pass  # others of this run
+register("postgres", lambda home: _Service(NEWEST, home))
 
 
 @contextmanager
 def shared(kind: Kind, directory: Path) -> Iterator[Postgres]:
     """Use the one server of this kind that all workers of the run share."""
-    with _running(_Service(kind, directory / kind.name)) as service:
+    with running(_Service(kind, directory / kind.name)) as service:
         yield service.facts()
 
 
@@ -367,7 +308,7 @@ def own(
 ) -> Iterator[OwnPostgres]:
     """Start a server for one test; stopped (thawed first) and removed at the end."""
     home = directory / f"{kind.name}-{secrets.token_hex(4)}"
-    with _running(_Service(kind, home, fsync=fsync, settings=settings)) as service:
+    with running(_Service(kind, home, fsync=fsync, settings=settings)) as service:
         yield OwnPostgres(service)
 
 
@@ -406,29 +347,13 @@ class Databases:
 # ---------------------------------------------------------------------- what they are made of
 
 
-def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _remembered(file: Path, make: Callable[[], str]) -> str:
-    if not file.exists():
-        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as stream:
-            stream.write(make())
-    return file.read_text()
-
-
 def _tls(home: Path, account: Account) -> dict[str, str]:
     """Make a CA, and a server certificate by it for localhost, once; return the settings that use it."""
     server = home / "tls"
     if not server.exists():
         unfinished = home / f"tls.{secrets.token_hex(4)}"
         unfinished.mkdir(mode=0o700)
-        _certificates(unfinished)
+        make_certificates(unfinished)
         (unfinished / "hba.conf").write_text(_HBA)
         (unfinished / "ca.key").unlink()
         shutil.copyfile(unfinished / "ca.crt", home / "ca.crt")
@@ -442,21 +367,3 @@ def _tls(home: Path, account: Account) -> dict[str, str]:
         "ssl_key_file": str(server / "server.key"),
         "hba_file": str(server / "hba.conf"),
     }
-
-
-def _certificates(where: Path) -> None:
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    ca = ["-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=streamfw test CA", "-days", "30"]
-    extensions = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
-    _openssl(where, "req", "-x509", *key, *ca, *extensions)
-    _openssl(where, "req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
-    (where / "server.ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1\nextendedKeyUsage=serverAuth\n")
-    by = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30", "-extfile", "server.ext"]
-    _openssl(where, "x509", "-req", "-in", "server.csr", "-out", "server.crt", *by)
-    (where / "server.key").chmod(0o600)
-
-
-def _openssl(where: Path, *arguments: str) -> None:
-    done = subprocess.run(["openssl", *arguments], cwd=where, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.fail(f"openssl {arguments[0]} failed: {done.stderr}", pytrace=False)
