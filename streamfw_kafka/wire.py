@@ -1,0 +1,91 @@
+"""What a record holds besides its body: key, headers, message id; and the partition that a key belongs to.
+
+A header on the wire is a name (UTF-8) and bytes or a null; order, repeats and nulls survive. Our message id is the
+first header of what we publish; a foreign record may have it anywhere, or not at all.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+from streamfw.message import Headers, Outgoing
+
+__all__ = ["MESSAGE_ID", "encoded", "key_of", "message_id_of", "murmur2", "visible_headers"]
+
+MESSAGE_ID: Final = "streamfw-message-id"
+
+Pairs: TypeAlias = "list[tuple[str, bytes | None]]"
+
+
+def encoded(message: Outgoing) -> tuple[bytes | None, Pairs]:
+    """Key and headers of a record. A key that came with surrogate escapes goes out as the bytes it was.
+
+    Raises `ValueError`, saying what of it cannot be encoded.
+    """
+    try:
+        key = None if message.key is None else message.key.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ValueError(f"the key {message.key!r} has lone surrogates, which are no text") from None
+    pairs = message.headers.pairs
+    for name, _ in pairs:
+        if not name.isascii() and not _is_text(name):
+            raise ValueError(f"the header name {name!r} has lone surrogates, which are no text")
+    if not message.message_id:
+        return key, [*pairs]
+    try:
+        return key, [(MESSAGE_ID, message.message_id.encode()), *pairs]
+    except UnicodeEncodeError:
+        raise ValueError(f"the message id {message.message_id!r} has lone surrogates, which are no text") from None
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def key_of(key: bytes | None) -> str | None:
+    """A record's key as text; what is not UTF-8 becomes surrogate escapes."""
+    return None if key is None else key.decode("utf-8", "surrogateescape")
+
+
+def message_id_of(record: Any) -> str:
+    """The publisher's message id, or ``topic-partition-offset`` of a record that has none."""
+    for name, value in record.headers:
+        if name == MESSAGE_ID:
+            if value:
+                return str(value, "utf-8", "surrogateescape")
+            break
+    return f"{record.topic}-{record.partition}-{record.offset}"
+
+
+def visible_headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
+    """A record's headers without our message id."""
+    for place, (name, _) in enumerate(pairs):
+        if name == MESSAGE_ID:
+            return Headers.of((*pairs[:place], *pairs[place + 1 :]))
+    return Headers.of(tuple(pairs))
+
+
+_M: Final = 0x5BD1E995
+_32: Final = 0xFFFFFFFF
+
+
+def murmur2(key: bytes) -> int:
+    """The hash whose lower 31 bits, modulo the number of partitions, are where the Java client puts a key
+    (``org.apache.kafka.common.utils.Utils.murmur2``). The same as aiokafka's, in half the time: a key of 36 bytes costs
+    more than all else of a publish."""
+    length = len(key)
+    words = length >> 2
+    h = 0x9747B28C ^ length
+    for k in struct.unpack_from(f"<{words}I", key):
+        k = k * _M & _32
+        h = (h * _M & _32) ^ ((k ^ k >> 24) * _M & _32)
+    if rest := key[words * 4 :]:
+        h = (h ^ int.from_bytes(rest, "little")) * _M & _32
+    h = (h ^ h >> 13) * _M & _32
+    return h ^ h >> 15
