@@ -36,7 +36,7 @@ Theory of operation
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Final, Literal, Protocol
 
@@ -77,11 +77,17 @@ class Delivery(Message, gc=False, kw_only=True):
     - `unit`: the transaction its handler runs in; set by the runtime, for the handler's time only.
     - `lost`: the source knows that it is not ours any more (a lease that ran out, a revoked partition). A lost
       delivery is not started; the settlement of one whose handler runs changes nothing.
+    - `bundle`: deliveries of different bundles never share a batch. None: it makes no difference.
     """
 
     lane: Hashable | None = None
     lost: bool = False
     unit: Any = None
+    bundle: Hashable | None = None
+
+    def origin_place(self) -> Mapping[str, str]:
+        """Headers for its dead letter that say where in `name` it was; none by default."""
+        return {}
 
 
 class Settlement(msgspec.Struct, gc=False):
@@ -101,7 +107,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     - `settlement`: what the return of `Source.settle` means. ``immediate``: durable. ``grouped``: durable when the
       claim that took the message ends. ``positional``: durable when the position is committed. ``sent``: on its way.
     - `retry`: takes a single message back, to deliver it again later. If not, the runtime keeps it and tries again in
-      place.
+      place; so it does with pauses below `retry_after` seconds, and with messages of a lane, unless those behind may
+      pass (`overtaking`).
     - `delay`: the granularity in seconds of ``publish(delay=)`` and of `Retry`'s pause: never earlier, and about
       this much later; None: no delayed publishing.
     - `release`: takes a single message back without counting an attempt. If not, only `close` gives back.
@@ -113,7 +120,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
       named in `streamfw.message` (`ERROR` and those after it) and an attempt of 1 there; and `Connection.dead_letters`
       answers. If not, the runtime publishes it there, and settles the original once that is confirmed.
     - `ordered_by`: the orders that hold over all processes of a group.
-    - `priorities`, `transactions`, `replies`, `seek`: has them.
+    - `priorities`, `transactions`, `replies`, `seek`, `tombstones`: has them.
     - `kept`: what is published before any group has subscribed is kept for the first one; if not, the publisher gets
       `Unroutable`.
     - `prefetch`: how many messages a subscriber starts with, before it adapts.
@@ -122,6 +129,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     settlement: Literal["immediate", "grouped", "positional", "sent"] = "immediate"
     retry: bool = False
+    retry_after: float = 0.0
+    overtaking: bool = False
     delay: float | None = None
     release: bool = False
     attempts: Literal["durable", "process"] = "process"
@@ -131,6 +140,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     transactions: bool = False
     replies: bool = False
     seek: bool = False
+    tombstones: bool = False
     kept: bool = True
     prefetch: int = 100
     max_body: int | None = None
@@ -147,7 +157,8 @@ class PumpControl(Protocol):
         first. Not to be called from within `Source.settle`, which it waits for."""
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
-        """Go on. What is queued and matches `drop` is dropped without being settled (it moved elsewhere)."""
+        """Go on. What matches `drop` moved elsewhere: what is queued of it is dropped without being settled, and what
+        runs is marked `lost`."""
 
     def vouch(self, seconds: float, look: Callable[[], None]) -> None:
         """For sources that hold by time: nothing that is out is lost for so many seconds. Before a handler begins later

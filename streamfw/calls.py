@@ -8,7 +8,7 @@ from typing import Any
 
 from .broker import Connection, Delivery, Subscription
 from .handler import Call
-from .message import Message, Outgoing, dead_letter_headers
+from .message import Outgoing, dead_letter_headers
 from .outcome import DeadLetter, is_outcome
 from .outlet import send
 from .publisher import Publisher
@@ -54,9 +54,15 @@ def putting_aside(
     return put_aside
 
 
-def dead_letter_of(delivery: Message, outcome: DeadLetter, target: str, group: str) -> Outgoing:
+def dead_letter_of(delivery: Delivery, outcome: DeadLetter, target: str, group: str) -> Outgoing:
     """The dead letter of a delivery: its bytes and headers, the error, and where it comes from."""
     headers = dead_letter_headers(
-        delivery.headers, outcome.reason, outcome.error_type, delivery.name, group, delivery.attempt
+        delivery.headers,
+        outcome.reason,
+        outcome.error_type,
+        delivery.name,
+        group,
+        delivery.attempt,
+        delivery.origin_place(),
     )
     return Outgoing(name=target, body=delivery.body, message_id=delivery.message_id, key=delivery.key, headers=headers)

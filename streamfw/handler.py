@@ -19,7 +19,7 @@ import msgspec
 from .codec import Codec, JsonCodec
 from .errors import ArgumentError, BuildError, DecodeError
 from .injection import Injected, Injector
-from .message import Headers, Message
+from .message import Headers, Message, Tombstone
 from .outcome import Outcome
 from .placement import Place, parameter_mistake, plain
 from .publisher import Publisher
@@ -339,10 +339,19 @@ def _decoder(build: _Builder, codec: Codec, own: Callable[[Any], Any]) -> tuple[
     try:
         given = own(hint)
         build.raw_body = given is None and not build.batch and build.place == "process"
-        return given or codec.decoder(hint), hint
+        decode = given or codec.decoder(hint)
+        return (_or_none(decode) if _may_be_none(hint) else decode), hint
     except Exception as error:  # msgspec's TypeError, or what a codec of somebody's own raises
         build.error(f"parameter {name!r}: a body cannot be decoded as {hint!r}: {error}")
         return None, None
+
+
+def _may_be_none(hint: Any) -> bool:
+    return type(None) in get_args(hint) and get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _or_none(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda body: None if isinstance(body, Tombstone) else decode(body)
 
 
 def _generate(build: _Builder, decode: Callable[[Any], Any] | None) -> Call:

@@ -27,11 +27,15 @@ __all__ = [
     "ORIGIN",
     "ORIGIN_ATTEMPT",
     "ORIGIN_GROUP",
+    "ORIGIN_OFFSET",
+    "ORIGIN_PARTITION",
     "REPLY_TO",
+    "TOMBSTONE",
     "HeaderValues",
     "Headers",
     "Message",
     "Outgoing",
+    "Tombstone",
     "dead_letter_headers",
     "new_message_id",
     "original_headers",
@@ -141,14 +145,37 @@ def _value(name: str, value: object) -> bytes | None:
 
 
 NO_HEADERS: Final = Headers()
-DEAD_LETTER_HEADERS: Final = frozenset({ERROR, ERROR_TYPE, ORIGIN, ORIGIN_GROUP, ORIGIN_ATTEMPT})
+ORIGIN_PARTITION: Final = "streamfw-origin-partition"
+ORIGIN_OFFSET: Final = "streamfw-origin-offset"
+DEAD_LETTER_HEADERS: Final = frozenset(
+    {ERROR, ERROR_TYPE, ORIGIN, ORIGIN_GROUP, ORIGIN_ATTEMPT, ORIGIN_PARTITION, ORIGIN_OFFSET}
+)
+
+
+class Tombstone(bytes):
+    """A body that is not there, which in a compacted log deletes the key. As bytes it is empty."""
+
+    def __repr__(self) -> str:
+        return "TOMBSTONE"
+
+
+TOMBSTONE: Final = Tombstone()
+"""What to publish, with a key, to delete that key in a compacted log: ``publish("prices", TOMBSTONE, key="42")``. A
+handler whose body may be None (``price: Price | None``) gets None for one; others find it in `Message.body`."""
 
 
 def dead_letter_headers(
-    original: Headers, reason: str, error_type: str, origin: str, group: str, attempt: int
+    original: Headers,
+    reason: str,
+    error_type: str,
+    origin: str,
+    group: str,
+    attempt: int,
+    place: Mapping[str, str] | None = None,
 ) -> Headers:
-    """The headers of a dead letter: the original's own, the error, and where it comes from."""
+    """The headers of a dead letter: the original's own, the error, and where it comes from (`place`: more exactly)."""
     told = {ERROR: reason, ERROR_TYPE: error_type, ORIGIN: origin, ORIGIN_GROUP: group, ORIGIN_ATTEMPT: str(attempt)}
+    told |= place or {}
     # An error's text may hold what is not text (a surrogate from somebody's file name): it must not fail here.
     return original.merged({name: value.encode("utf-8", "replace") for name, value in told.items()})
 
@@ -164,7 +191,7 @@ class Message(msgspec.Struct, gc=False, kw_only=True):
     It must never come to hold an exception: it is not traversed by the garbage collector (``gc=False``), and an
     exception's traceback holds the frames that hold the message.
 
-    - `name`: what it was published to. `body`: its bytes (or the source's own record).
+    - `name`: what it was published to. `body`: its bytes (or the source's own record), or `TOMBSTONE`.
     - `key`: what orders it, or None. A key that is not UTF-8 (Kafka) is text with surrogate escapes.
     - `message_id`: the publisher's, or the broker's own where the publisher gave none.
     - `attempt`: which delivery this is, 1 the first.

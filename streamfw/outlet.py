@@ -20,7 +20,17 @@ from .broker import REPLY_PREFIX, Capabilities, Connection
 from .codec import Codec
 from .config import near
 from .errors import DecodeError, Rejected
-from .message import CONTENT_TYPE, CORRELATION_ID, NO_HEADERS, REPLY_TO, Headers, HeaderValues, Outgoing, new_message_id
+from .message import (
+    CONTENT_TYPE,
+    CORRELATION_ID,
+    NO_HEADERS,
+    REPLY_TO,
+    Headers,
+    HeaderValues,
+    Outgoing,
+    Tombstone,
+    new_message_id,
+)
 from .middleware import compose
 
 if TYPE_CHECKING:
@@ -140,6 +150,12 @@ class Outlet:
             if message.priority and not self._capabilities.priorities:
                 raise Rejected(
                     f"priority={message.priority}: broker {self.broker!r} has no priorities",
+                    name=message.name,
+                    message_id=message.message_id,
+                )
+            if isinstance(message.body, Tombstone) and not self._capabilities.tombstones:
+                raise Rejected(
+                    f"a tombstone: broker {self.broker!r} keeps no keys that it could delete",
                     name=message.name,
                     message_id=message.message_id,
                 )

@@ -1,7 +1,8 @@
 """Workers whose handler takes a list.
 
 A worker takes up to `Batch.size` messages, lingers `Batch.wait` seconds for more when it has fewer, decodes each and
-calls the handler once. What cannot be decoded is settled by itself and leaves the batch. With lanes, a batch takes the
+calls the handler once. What cannot be decoded is settled by itself and leaves the batch. A batch is of one bundle (a
+partition of a log): what is ready of others stays where it is. With lanes, a batch takes the
 lanes of all its messages; several of one lane may be in it, in order, and when one of them is to be tried again, those
 behind it in its lane are tried again with it.
 """
@@ -33,11 +34,42 @@ class BatchCrew(Crew):
     decode: Callable[[Any], Any] | None = None
     hurries = 0
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # Of those who wait for more of what they have. An arrival wakes them all, before any that have nothing: each
+        # takes what fits, and what fits nobody is left for a worker that has nothing.
+        self.lingering: set[Signal] = set()
+
     def hurry(self) -> None:
         """Let those who linger begin with what they have."""
         self.hurries += 1
         while self.idle:
             self.idle.pop().set()
+        self._wake_lingering()
+
+    def _wake_lingering(self) -> None:
+        for woken in self.lingering:
+            woken.set()
+
+    def arrive(self, batch: Sequence[Delivery]) -> None:
+        """See `Crew.arrive`."""
+        self._wake_lingering()
+        super().arrive(batch)
+
+    def front(self, deliveries: list[Delivery]) -> None:
+        """See `Crew.front`."""
+        self._wake_lingering()
+        super().front(deliveries)
+
+    def abandon(self) -> None:
+        """See `Crew.abandon`."""
+        super().abandon()
+        self._wake_lingering()
+
+    @property
+    def hungry(self) -> bool:
+        """See `Crew.hungry`: who lingers could do with more."""
+        return bool(self.idle or self.lingering)
 
     def work(self, slot: Slot) -> Coroutine[Any, Any, None]:
         return self._work_batches(slot)
@@ -72,8 +104,10 @@ class BatchCrew(Crew):
             await asyncio.sleep(0)  # a batch is worth a turn of the loop
 
     def _collect(self, messages: list[Delivery]) -> None:
-        """Fill `messages` from what is ready, taking lanes; what another worker's lane holds up is parked there."""
+        """Fill `messages` from what is ready, taking lanes; what another worker's lane holds up is parked there, and
+        what belongs to another bundle stays ready."""
         ready, table, size = self.ready, self.lanes.table, self.batch.size
+        others: list[Delivery] = []
         ours = {message.lane for message in messages}
         for lane in ours:  # first what others have parked here while this worker lingered: it came before
             parked = table.get(lane)
@@ -85,6 +119,9 @@ class BatchCrew(Crew):
             if message.lost:
                 self._forget(message)
                 continue
+            if messages and message.bundle != messages[0].bundle:
+                others.append(message)
+                continue
             if lane is not None and lane not in ours:
                 if lane in table:
                     self.lanes.park(lane, message)
@@ -92,23 +129,28 @@ class BatchCrew(Crew):
                 table[lane] = None
                 ours.add(lane)
             messages.append(message)
+        ready.extendleft(reversed(others))
 
     async def _linger(self, messages: list[Delivery]) -> None:
         loop = asyncio.get_running_loop()
         deadline, hurries = loop.time() + self.batch.wait, self.hurries
+        if self.ready and self.idle:  # of another bundle
+            self.wake()
+        woken = Signal()
+        self.lingering.add(woken)
+        try:
+            await self._gather(messages, woken, deadline, hurries)
+        finally:
+            self.lingering.discard(woken)
+
+    async def _gather(self, messages: list[Delivery], woken: Signal, deadline: float, hurries: int) -> None:
+        loop = asyncio.get_running_loop()
         while len(messages) < self.batch.size and self.hurries == hurries and self.shelf is None and not self.stopping:
             left = deadline - loop.time()
             if left <= 0:
                 break
-            woken = Signal()
-            self.idle.append(woken)  # an arrival wakes it like an idle worker
-            try:
-                await woken.wait_for(left)
-            finally:
-                if woken in self.idle:
-                    self.idle.remove(woken)
-                else:
-                    self._spare = False
+            self._dry()  # let more be fetched
+            await woken.wait_for(left)
             self._collect(messages)
 
     async def _handle(self, slot: Slot, messages: list[Delivery]) -> None:

@@ -309,6 +309,18 @@ class Crew:
         self.front(kept)
         return len(shelf) - len(kept)
 
+    def lose(self, gone: Callable[[Delivery], bool]) -> None:
+        """Mark what runs and matches: it moved elsewhere."""
+        for slot in self.slots:
+            for message in slot.messages:
+                if gone(message):
+                    message.lost = True
+
+    @property
+    def hungry(self) -> bool:
+        """Whether a worker has nothing to do."""
+        return bool(self.idle)
+
     @property
     def running(self) -> int:
         return sum(slot.busy for slot in self.slots)

@@ -65,7 +65,7 @@ class Pump:
             self._to_settle,
             settled=self._settled,
             errors=self._settle_errors,
-            may_wait=lambda count: count * 4 < self.prefetch.size and bool(self.crew.ready or not self.crew.idle),
+            may_wait=lambda count: count * 4 < self.prefetch.size and bool(self.crew.ready or not self.crew.hungry),
             dead_letter=plan.dead_letter,
             trouble=self._trouble,
             clock=plan.clock,
@@ -122,7 +122,7 @@ class Pump:
         now, crew = self.plan.clock(), self.crew
         taken = self.counters.fetched - len(crew.ready) - len(crew.shelf or ()) - self.lanes.parked
         if self.prefetch.due(taken, now):
-            self.prefetch.adapt(taken, now, bool(crew.idle) and not crew.ready)
+            self.prefetch.adapt(taken, now, crew.hungry and not crew.ready)
 
     def _make_room(self) -> None:
         if self._free.waiter is not None and self._room():
@@ -248,7 +248,7 @@ class Pump:
         capacity = self.prefetch.capacity
         if free * 2 >= capacity:
             return True
-        if not self.crew.idle or self.crew.ready:
+        if not self.crew.hungry or self.crew.ready:
             return False
         return free * 4 >= capacity or not self.settler.busy
 
@@ -331,7 +331,7 @@ class Pump:
 
     def _odd(self, delivery: Delivery, outcome: Outcome) -> bool:
         """End, or keep, what is not acknowledged. True: it stays here, with its lane, to be done again."""
-        counters = self.counters
+        counters, caps = self.counters, self.plan.capabilities
         if outcome is SETTLED:
             counters.settled += 1
             counters.acked += 1
@@ -341,20 +341,23 @@ class Pump:
             return self._cancelled(delivery)
         if isinstance(outcome, Retry):
             counters.retried += 1
-            if self._retries_here or delivery.lane is not None:
+            if self._retries_here or (outcome.after or 0.0) < caps.retry_after or self._keeps_lane(delivery):
                 if not self._stopping:  # else it is left to the source: behind it in its lane wait others
                     delivery.attempt += 1
                     self.lanes.wait(delivery, outcome.after or 0.0)
                 return True
         elif isinstance(outcome, DeadLetter):
             counters.dead += 1
-            if not self.plan.capabilities.dead_letter:
+            if not caps.dead_letter:
                 self.settler.bury(delivery, outcome)
                 return False
         elif isinstance(outcome, Drop):
             counters.dropped += 1
         self._settle(delivery, outcome)
         return False
+
+    def _keeps_lane(self, delivery: Delivery) -> bool:
+        return delivery.lane is not None and not self.plan.capabilities.overtaking
 
     def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
         """Hand over what is not an acknowledgement."""
@@ -413,6 +416,7 @@ class Pump:
             return
         gone = 0
         if drop is not None:
+            self.crew.lose(drop)
             dropped, behind = self.lanes.cancel(drop)
             gone = len(dropped)
             self.crew.front(behind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -40,10 +40,16 @@ class Slot:
         return self.message is not None or bool(self.holds)
 
     @property
-    def message_ids(self) -> list[str]:
-        """Of what its handler runs on: one, or a batch."""
+    def messages(self) -> Sequence[Delivery]:
+        """What its handler runs on: one, or a batch."""
         one: Any = self.message
-        return [str(message.message_id) for message in getattr(one, "messages", () if one is None else (one,))]
+        messages: Sequence[Delivery] = getattr(one, "messages", () if one is None else (one,))
+        return messages
+
+    @property
+    def message_ids(self) -> list[str]:
+        """Of what its handler runs on."""
+        return [str(message.message_id) for message in self.messages]
 
     def wait(self) -> None:
         """Its handler waits for a thread or a process; that time is not the handler's."""

@@ -14,6 +14,7 @@ from streamfw.errors import BrokerRefused, LeaseLost, SettleError
 from streamfw.handler import UnitConnection
 from streamfw.middleware import Next
 from streamfw.outcome import Ack, DeadLetter, Drop, Outcome, Policy, Retry
+from streamfw.runtime.batches import BatchCrew
 from streamfw.subscriber import Batch
 from tests.helpers import eventually
 
@@ -299,7 +300,7 @@ async def test_keyed_batches_with_failing_elements_keep_their_order(
     assert rig.pump.counters.retried > 10
 
 
-async def test_a_batch_that_lingers_takes_what_others_parked_behind_it_first() -> None:
+async def test_what_arrives_goes_to_the_batch_that_lingers_for_it() -> None:
     batches: list[list[int]] = []
 
     async def handle(orders: list[Order]) -> None:
@@ -308,15 +309,60 @@ async def test_a_batch_that_lingers_takes_what_others_parked_behind_it_first() -
     source = FakeSource(prepared(1, lambda n: "one"))
     async with pumping(handle, source, batch=Batch(5, wait=1), workers=2, ordered=True) as rig:
         crew = rig.pump.crew
-        await eventually(lambda: any(slot.holds for slot in crew.slots) and len(crew.idle) == 2)
-        lingering = crew.idle[1:]  # it began to wait after the other
-        crew.idle.reverse()  # the other worker is woken, and finds the lane taken
-        source.add(*prepared(2, lambda n: "one", start=1))
-        await eventually(lambda: rig.pump.lanes.parked == 2 and len(crew.idle) == 2)
-        crew.idle.sort(key=lambda signal: signal in lingering)  # and now the one that lingers
-        source.add(*prepared(2, lambda n: "one", start=3))
+        assert isinstance(crew, BatchCrew)
+        for start in (1, 3):
+            await eventually(lambda: len(crew.lingering) == 1 and len(crew.idle) == 1 and not crew.ready)
+            source.add(*prepared(2, lambda n: "one", start=start))
         await rig.all_ended(5)
     assert batches == [[0, 1, 2, 3, 4]]
+
+
+def bundled(count: int, bundles: int, start: int = 0) -> list[FakeDelivery]:
+    messages = prepared(count, lambda n: f"key of {n % bundles}", start=start)
+    for message in messages:
+        message.bundle = message.position % bundles
+    return messages
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("workers", [1, 2, 8])
+@pytest.mark.parametrize("wait", [0.0, 0.05])
+async def test_a_batch_is_of_one_bundle(workers: int, wait: float, ordered: bool) -> None:
+    batches: list[list[int]] = []
+
+    async def handle(orders: list[Order]) -> None:
+        batches.append([order.id for order in orders])
+
+    source = FakeSource(bundled(300, 3))
+    async with pumping(handle, source, batch=Batch(20, wait), workers=workers, ordered=ordered) as rig:
+        await rig.all_ended(300)
+        source.add(*bundled(4, 3, start=300))  # and few, that come one by one
+        await rig.all_ended(304)
+    assert all(len({order % 3 for order in batch}) == 1 for batch in batches)
+    assert sorted(order for batch in batches for order in batch) == list(range(304))
+    assert len(batches) < 304 / 10  # full ones, although neighbours are of different bundles
+    if ordered:
+        for bundle in range(3):
+            of_it = [order for batch in batches for order in batch if order % 3 == bundle]
+            assert of_it == sorted(of_it)
+
+
+async def test_batches_of_several_bundles_linger_side_by_side() -> None:
+    batches: list[list[int]] = []
+
+    async def handle(orders: list[Order]) -> None:
+        batches.append([order.id for order in orders])
+
+    source = FakeSource(bundled(2, 2))
+    async with pumping(handle, source, batch=Batch(3, wait=5), workers=2, ordered=True) as rig:
+        crew = rig.pump.crew
+        assert isinstance(crew, BatchCrew)
+        await eventually(lambda: len(crew.lingering) == 2)
+        source.add(*bundled(3, 2, start=2))  # 2, 3, 4: whoever wakes first parks, or leaves, what is the other's
+        await eventually(lambda: len(batches) == 1)
+        source.add(*bundled(1, 2, start=5))
+        await rig.all_ended(6)
+    assert sorted(batches) == [[0, 2, 4], [1, 3, 5]]
 
 
 @pytest.mark.parametrize("moved", [0, 2])
