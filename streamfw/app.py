@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
-from .broker import Broker, Connection
+from .broker import Broker, Connection, Position
 from .build import Builder, Built
 from .codec import Codec, JsonCodec
 from .config import Settings, read
@@ -290,6 +290,19 @@ class App:
                 "a process for handlers has imported this module, and that has run the app: what runs it belongs under "
                 "`if __name__ == '__main__':`"
             )
+
+    async def seek(self, subscriber: str | Callable[..., Any], to: Position) -> None:
+        """Let a running subscriber (the handler, or its name) read on from elsewhere in its log.
+
+        It concerns the partitions that this process has. What of them is at hand is dropped; handlers that run
+        finish, and their settlement changes nothing. The group's committed position moves as well, also back.
+
+        Raises `NotRunning`, `Unsupported` on a broker that is no log, `ValueError` for an unknown subscriber or
+        partition, and `BrokerError`.
+        """
+        if self._life is None:
+            raise NotRunning("the app does not run, so nobody reads")
+        await self._life.seek(subscriber, to)
 
     def health(self) -> AppHealth:
         """Whether the app runs and every subscriber has a live source; no I/O."""

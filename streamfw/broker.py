@@ -38,7 +38,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar, Final, Literal, Protocol
+from datetime import datetime
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -55,6 +56,7 @@ __all__ = [
     "Delivery",
     "Health",
     "Order",
+    "Position",
     "PumpControl",
     "Settlement",
     "Source",
@@ -63,6 +65,9 @@ __all__ = [
 ]
 
 Order = Literal["key", "partition"]
+Position: TypeAlias = Literal["earliest", "latest"] | datetime | Mapping[int, int]
+"""Where in a log to read from: the first message that is kept, what comes from now on, the first one published at or
+after a time (with a time zone), or an offset for each partition that is named."""
 REPLY_PREFIX: Final = "streamfw.reply."
 """How the names of reply inboxes begin, on brokers that have no replies of their own."""
 
@@ -264,6 +269,17 @@ class UnitOfWork(ABC):
     """
 
     connection: Any
+    publishes: ClassVar[bool] = False
+    """Whether what the handler publishes on its own broker goes through `publish`, and is seen with the commit or
+    never."""
+
+    def belongs_to(self, connection: Connection) -> bool:
+        """Whether it was begun on this connection. Asked where it `publishes`."""
+        return False
+
+    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+        """Publish in this transaction; see `Connection.publish`. Only where it `publishes`."""
+        raise Unsupported(f"{type(self).__name__} does not publish")
 
     @abstractmethod
     async def finish(self, outcome: Outcome) -> None:
@@ -316,6 +332,14 @@ class Source(ABC):
 
         No fetch is pending meanwhile. Raises a `BrokerError` when it did not work. The default has nothing to open.
         """
+
+    async def seek(self, to: Position) -> None:
+        """Read on from elsewhere, in the partitions that are this source's; only where `Capabilities.seek`.
+
+        What is queued is dropped, what runs is marked `Delivery.lost`, and the group's committed position moves, also
+        back. Raises a `BrokerError` (nothing has moved then), `ValueError` for a partition that is not this source's.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot seek")
 
     def transaction(self, deliveries: Sequence[Delivery]) -> AbstractAsyncContextManager[UnitOfWork]:
         """A transaction of these deliveries' own (one, or a whole batch, which then has one outcome); only where

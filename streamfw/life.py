@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .broker import Broker, Connection
+from .broker import Broker, Connection, Position
 from .build import Built
 from .config import Settings, near
-from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning
+from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning, Unsupported
 from .lifespan import find_state
 from .runtime import blocking
 from .runtime.plan import Counters
@@ -76,6 +76,22 @@ class Life:
             capabilities, member = self._built.brokers[name].capabilities, os.urandom(8).hex()
             inbox = self.inboxes[name] = Inbox(name, self.connection(name), capabilities, member, self.failed)
         return inbox
+
+    async def seek(self, subscriber: str | Callable[..., Any], to: Position) -> None:
+        """See `App.seek`."""
+        found = [
+            one
+            for one in self._built.subscribers
+            if subscriber in (one.declaration.handler, one.declaration.handler_name)
+        ]
+        if not found:
+            names = [one.declaration.handler_name for one in self._built.subscribers]
+            raise ValueError(f"there is no subscriber {subscriber!r}{near(str(subscriber), names)}")
+        for one in found:
+            if not one.capabilities.seek:
+                raise Unsupported(f"{one.declaration.where}: broker {one.broker!r} is no log: it cannot seek")
+        for one in found:
+            await one.source().seek(to)
 
     # -- the beginning
 

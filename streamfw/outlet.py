@@ -14,9 +14,10 @@ It sees what handlers and the app publish, replies and requests too; not the dea
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
 
-from .broker import REPLY_PREFIX, Capabilities, Connection
+from .broker import REPLY_PREFIX, Capabilities, Connection, UnitOfWork
 from .codec import Codec
 from .config import near
 from .errors import DecodeError, Rejected
@@ -36,7 +37,7 @@ from .middleware import compose
 if TYPE_CHECKING:
     from .runtime.replies import Inbox
 
-__all__ = ["NextPublish", "Outlet", "PublishMiddleware", "PublishOptions", "outgoing", "send"]
+__all__ = ["TRANSACTION", "NextPublish", "Outlet", "PublishMiddleware", "PublishOptions", "outgoing", "send"]
 
 R = TypeVar("R")
 NextPublish: TypeAlias = Callable[[Outgoing], Awaitable[object]]
@@ -117,7 +118,12 @@ def _check(options: PublishOptions) -> None:
 _KNOWN = frozenset(PublishOptions.__annotations__)
 
 
-async def send(connection: Connection, message: Outgoing) -> None:
+TRANSACTION: ContextVar[UnitOfWork] = ContextVar("streamfw_transaction")
+"""The transaction that the handler runs in which publishes here, where transactions publish. A context variable,
+because publishers are shared by all messages; it is only set around handlers of such transactions."""
+
+
+async def send(connection: Connection | UnitOfWork, message: Outgoing) -> None:
     """Publish one message; raises what the broker answers for it."""
     answers = await connection.publish((message,))
     if answers and answers[0] is not None:
@@ -159,7 +165,12 @@ class Outlet:
                     name=message.name,
                     message_id=message.message_id,
                 )
-            await send(self._connection(self.broker), message)
+            connection = self._connection(self.broker)
+            unit = TRANSACTION.get(None)
+            if unit is not None and unit.belongs_to(connection):
+                await send(unit, message)
+            else:
+                await send(connection, message)
         except Exception:
             self.refused += 1
             raise

@@ -11,6 +11,7 @@ from streamfw.errors import BrokerError, PartialFailure, SettleError
 from streamfw.handler import Call
 from streamfw.observe.logs import about
 from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy, as_outcome
+from streamfw.outlet import TRANSACTION
 
 __all__ = ["transactional"]
 
@@ -35,6 +36,7 @@ def transactional(call: Call, source: Callable[[], Source], policy: Policy, batc
         try:
             async with source().transaction(deliveries) as unit:
                 message.unit = unit
+                token = TRANSACTION.set(unit) if unit.publishes else None
                 try:
                     outcome = _one_outcome(await _result(call, message), message, policy, batch)
                 except BaseException as error:
@@ -42,6 +44,8 @@ def transactional(call: Call, source: Callable[[], Source], policy: Policy, batc
                     raise
                 finally:
                     message.unit = None
+                    if token is not None:
+                        TRANSACTION.reset(token)
                 if outcome is not ACK:
                     return outcome  # leaving without finish rolls back
                 await unit.finish(ACK)
