@@ -1,0 +1,176 @@
+"""One partition, for one epoch: from being given it to losing it, and the deliveries that come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from aiokafka import TopicPartition
+
+from streamfw.broker import Delivery
+from streamfw.message import ORIGIN_OFFSET, ORIGIN_PARTITION, TOMBSTONE, Headers
+from streamfw.positions import Watermark
+
+from .wire import key_of, message_id_of, visible_headers
+
+__all__ = ["KafkaDelivery", "Maker", "Part", "maker_of"]
+
+Maker = Callable[["Part", Iterable[Any]], "list[KafkaDelivery]"]
+
+UNKNOWN = -1
+
+
+class Part:
+    """A partition that is ours, for one epoch.
+
+    A delivery refers to the part it came out of, so a late settlement sees at once that its epoch is over (`live`).
+
+    - `mark`: what of it is open; `committed` is what the group is known to have committed (-1: nothing), and `sent` the
+      highest ever sent: a commit that timed out may have arrived all the same.
+    - `gaps`: offsets that nobody was given (markers of transactions, what compaction took away).
+    - `low`: the watermark as last looked at.
+    """
+
+    __slots__ = ("committed", "epoch", "gaps", "live", "low", "mark", "sent", "start", "tp")
+
+    def __init__(self, tp: TopicPartition, start: int, committed: int, epoch: int) -> None:
+        self.tp, self.start, self.epoch = tp, start, epoch
+        self.mark = Watermark(start)
+        self.committed = self.sent = committed
+        self.low = start
+        self.gaps = 0
+        self.live = True
+
+    def hold(self, records: Sequence[Any]) -> None:
+        """Open the offset of each record, before anybody can settle past it."""
+        mark, first, count = self.mark, records[0].offset, len(records)
+        gap = first - mark.end
+        if records[-1].offset - first == count - 1:
+            mark.hold(first, count)
+        else:
+            for record in records:
+                mark.hold(record.offset)
+            gap += records[-1].offset - first - count + 1
+        self.gaps += gap
+
+    def position(self, read_to: int | None) -> int:
+        """What may be committed. With nothing open, that is as far as was read: past the markers at the end, so that
+        the lag of a group that has done everything is 0."""
+        mark = self.mark
+        if read_to is not None and not mark.open and read_to > mark.end:
+            self.gaps += read_to - mark.end
+            mark.skip(read_to)
+        self.low = mark.position
+        return self.low
+
+    def full(self, open_limit: int, window_limit: int) -> bool:
+        """Whether nothing more is to be read of it for now. The mark moves lazily: look before it is left out."""
+        mark = self.mark
+        if mark.open >= open_limit:
+            return True
+        if mark.end - self.low < window_limit:
+            return False
+        self.low = mark.position
+        return mark.end - self.low >= window_limit
+
+    def is_still_ours(self, committed: int) -> bool:
+        """Whether a partition that came back is as we left it: nobody else has committed meanwhile."""
+        return self.live and self.committed <= committed <= self.sent
+
+    def __repr__(self) -> str:
+        return f"Part({self.tp.topic}-{self.tp.partition}, epoch {self.epoch}, from {self.start})"
+
+
+class KafkaDelivery(Delivery, gc=False, kw_only=True):
+    """A record as it is delivered. What most handlers never ask for is made when they do: a key's text, the message id
+    (the publisher's, or ``topic-partition-offset`` where it gave none) and the time cost as much as all the rest."""
+
+    record: Any
+    part: Part
+    origin: str | None = None
+
+    @property
+    def offset(self) -> int:
+        """Its place in its partition."""
+        offset: int = self.record.offset
+        return offset
+
+    @property
+    def partition(self) -> int:
+        """Which partition of its topic it came from."""
+        partition: int = self.record.partition
+        return partition
+
+    @property
+    def message_id(self) -> str:  # type: ignore[override]
+        """The publisher's, or one made of its place."""
+        return message_id_of(self.record)
+
+    @property
+    def key(self) -> str | None:  # type: ignore[override]
+        """Its key as text; what is not UTF-8 is kept in surrogate escapes."""
+        return key_of(self.record.key)
+
+    @property
+    def timestamp(self) -> float:  # type: ignore[override]
+        """When it was published (or appended, where the topic says so), in seconds since 1970."""
+        stamp: int = self.record.timestamp
+        return stamp / 1000
+
+    @staticmethod
+    def decode_headers(raw: Any) -> Headers:
+        """See `Message.decode_headers`: without those that are only ours."""
+        return visible_headers(raw)
+
+    def origin_place(self) -> Mapping[str, str]:
+        """See `Delivery.origin_place`."""
+        return {ORIGIN_PARTITION: str(self.partition), ORIGIN_OFFSET: str(self.offset)}
+
+
+def maker_of(order: str | None, bundled: bool) -> Maker:
+    """What makes deliveries of records that are held already, in this order, and bundled by partition or not.
+
+    One comprehension for each order: this is what a message costs.
+    """
+
+    def plain(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
+        name = part.tp.topic
+        return [
+            KafkaDelivery(
+                name=name, body=TOMBSTONE if (v := r.value) is None else v, raw_headers=r.headers, record=r, part=part
+            )
+            for r in records
+        ]
+
+    def by_key(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
+        name = part.tp.topic  # the key's bytes: they hash as well as its text, and need no decoding
+        return [
+            KafkaDelivery(
+                name=name,
+                body=TOMBSTONE if (v := r.value) is None else v,
+                raw_headers=r.headers,
+                lane=r.key,
+                record=r,
+                part=part,
+            )
+            for r in records
+        ]
+
+    def by_partition(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
+        found = plain(part, records)
+        for delivery in found:
+            delivery.lane = part.tp
+        return found
+
+    makers: dict[str | None, Maker] = {None: plain, "key": by_key, "partition": by_partition}
+    make = makers[order]
+    if not bundled:
+        return make
+
+    def make_bundled(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
+        found = make(part, records)
+        for delivery in found:
+            delivery.bundle = part.tp
+        return found
+
+    return make_bundled

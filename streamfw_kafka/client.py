@@ -1,0 +1,133 @@
+"""What we use of aiokafka that is not public, in one place.
+
+Each name stands here with the reason why the public one will not do; `tests/brokers/test_kafka_client.py` holds the
+facts about aiokafka's source that the reasons rest on, so that another version of it fails there and not in production.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import aiokafka
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.structs import OffsetAndMetadata
+
+__all__ = ["NOTHING", "NO_GENERATION", "GroupConsumer", "fresh_assignor"]
+
+NOTHING = TopicPartition("\0nothing", 0)
+"""A partition that nobody has: ``getmany(NOTHING)`` waits, touches no buffer, and tells poll detection that we live.
+(``getmany()`` without partitions means all of them, and ``pause`` would throw away what is buffered.)"""
+
+NO_GENERATION = -1
+"""The generation of who is no member. A commit under it is accepted by a group without members, so none is sent."""
+
+
+def fresh_assignor() -> type[StickyPartitionAssignor]:
+    """A sticky assignor of one consumer's own: aiokafka keeps its state on the class, where two consumers of a process
+    would overwrite each other."""
+    return type("Sticky", (StickyPartitionAssignor,), {"member_assignment": None, "generation": NO_GENERATION})
+
+
+class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # no types in every version of aiokafka
+    """An aiokafka consumer, with what a source needs to know of it."""
+
+    def __init__(self, assignor: type[StickyPartitionAssignor], **options: Any) -> None:
+        self._sticky = assignor
+        super().__init__(
+            enable_auto_commit=False,
+            auto_offset_reset="none",  # where to begin is ours to decide, count and log
+            partition_assignment_strategy=(assignor,),
+            **options,
+        )
+
+    # -- the group
+
+    @property
+    def generation(self) -> int:
+        """The group's generation that we are a member of; `NO_GENERATION` for no member. There is no public one."""
+        coordinator = self._coordinator
+        generation: int = NO_GENERATION if coordinator is None else coordinator.generation
+        return generation
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether what keeps us in the group still runs; it has ended in silence (aiokafka #983, #1037)."""
+        coordinator = self._coordinator
+        return coordinator is not None and not coordinator._coordination_task.done()
+
+    @property
+    def beating(self) -> bool:
+        """Whether heartbeats are sent. Not while a rebalance goes on, nor until we have joined again."""
+        beat = None if self._coordinator is None else self._coordinator._heartbeat_task
+        return beat is not None and not beat.done()
+
+    def tell_assignor(self, generation: int) -> None:
+        """aiokafka never calls this; without it every join claims to come from a group of no generation, and what was
+        sticky loses against any other member's claim."""
+        self._sticky.on_generation_assignment(generation)
+
+    def forget_assignment(self) -> None:
+        """Claim nothing in the next join: we were taken for dead, and what was ours is somebody else's."""
+        self._sticky.member_assignment = None
+
+    async def commit_once(self, offsets: Mapping[TopicPartition, int], seconds: float) -> None:
+        """One attempt under the generation we are in now, which is put into the request before anything suspends.
+
+        The public ``commit`` tries again for ever, and takes the generation anew at each try: a commit that is retried
+        over a rebalance would go out as if it were the new owner's. Raises a `KafkaError` or `TimeoutError`.
+        """
+        request = {tp: OffsetAndMetadata(offset, "") for tp, offset in offsets.items()}
+        # Not asyncio.wait_for: on 3.11 that makes a task, and a rebalance fits between the caller's look and its start.
+        async with asyncio.timeout(seconds):
+            await self._coordinator._do_commit_offsets(None, request)
+
+    async def committed_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """What the group has committed, in one request (the public ``committed`` makes one a partition)."""
+        found = await self._coordinator.fetch_committed_offsets(list(partitions))
+        return {tp: meta.offset for tp, meta in found.items()}
+
+    # -- the log
+
+    def read_to(self, tp: TopicPartition) -> int | None:
+        """The offset that is read next: past what was delivered, and past the markers behind it. None when it is not
+        known now. The public ``position`` may wait for long."""
+        subscription = self._subscription.subscription
+        assignment = subscription.assignment if subscription is not None else None
+        if assignment is None or tp not in assignment.tps:
+            return None
+        state = assignment.state_value(tp)
+        position: int | None = state.position if state is not None and state.has_valid_position else None
+        return position
+
+    def buffered(self, tp: TopicPartition) -> bool:
+        """Whether something of this partition was fetched that nobody has taken yet."""
+        return self._fetcher is not None and tp in self._fetcher._records
+
+    async def end(self, seconds: float) -> None:
+        """Leave the group and close, within so many seconds; what does not answer by then is cut."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.stop()
+        except Exception:  # the server is away: it will miss us by itself
+            await self._cut()
+
+    async def _cut(self) -> None:
+        self._closed = True
+        for part in (self._coordinator, self._fetcher):
+            for task in _tasks_of(part):
+                task.cancel()
+                await asyncio.wait([task], timeout=1.0)
+                if not task.cancelled() and task.done():
+                    task.exception()
+        await asyncio.wait([asyncio.ensure_future(self._client.close())], timeout=1.0)
+
+
+def _tasks_of(part: Any) -> Sequence[asyncio.Task[Any]]:
+    names = ("_coordination_task", "_heartbeat_task", "_commit_refresh_task", "_fetch_task")
+    return [task for name in names if isinstance(task := getattr(part, name, None), asyncio.Task) and not task.done()]
+
+
+VERSION: str = aiokafka.__version__

@@ -1,0 +1,85 @@
+"""An open connection to Kafka: it publishes, opens sources, and answers for its servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from streamfw.broker import Connection, Health, Source, Subscription
+from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, PublishError
+from streamfw.message import Outgoing
+
+from .admin import Topics
+from .opening import Opening
+from .publish import Publishing
+from .settings import Settings
+from .source import KafkaSource
+from .topic import topic_of
+
+__all__ = ["KafkaConnection", "subscription_mistakes"]
+
+CLOSE = 5.0  # seconds for what is being published
+
+
+class KafkaConnection(Connection):
+    """Made by `KafkaBroker.connect`. One producer, one client for questions, and a consumer for each source."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.topics = Topics(settings)
+        self.publishing = Publishing(settings, self.topics)
+        self._sources: list[KafkaSource] = []
+        self.closed = False
+
+    async def begin(self) -> None:
+        """Reach a server. Raises `BrokerError`."""
+        await self.topics.names()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise BrokerClosed("the connection to Kafka was closed")
+
+    async def open(self, subscription: Subscription) -> Source:
+        """See `Connection.open`."""
+        self._check_open()
+        if mistakes := list(subscription_mistakes(subscription)):
+            raise BrokerRefused(f"{subscription!r}: {'; '.join(mistakes)}")
+        source = KafkaSource(Opening(subscription, self.settings, self.topics))
+        self._sources.append(source)
+        await source.reopen()
+        return source
+
+    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+        """See `Connection.publish`."""
+        self._check_open()
+        return await self.publishing.publish(messages)
+
+    async def check(self) -> Health:
+        """See `Connection.check`."""
+        self._check_open()
+        try:
+            await self.topics.names(fresh=True)
+        except BrokerError as error:
+            return Health(False, str(error))
+        return Health(True)
+
+    async def close(self) -> None:
+        """Close sources first, then what they publish with."""
+        if self.closed:
+            return
+        self.closed = True
+        await asyncio.gather(*(source.close() for source in self._sources))
+        await self.publishing.close(asyncio.get_running_loop().time() + CLOSE)
+        await self.topics.close()
+
+
+def subscription_mistakes(subscription: Subscription) -> list[str]:
+    """What Kafka cannot honour of a subscription, as sentences."""
+    source = subscription.source
+    topic = topic_of(subscription)
+    if source is not None and source is not topic:
+        return [f"{type(source).__name__} is not a source of KafkaBroker"]
+    found = topic.mistakes(subscription)
+    if not subscription.group:
+        found.append("a consumer group has a name: group='' is none")
+    return found

@@ -1,0 +1,313 @@
+"""Membership in a consumer group: which partitions are ours, and what of them is committed.
+
+Theory of operation
+    aiokafka rebalances eagerly: every partition is revoked and then assigned again, most of them to the same member.
+    Between the two, a **gate** is shut:
+
+    - *revoked*: the gate is shut first. The pump holds what is queued, and what runs may end, for `rebalance_drain`
+      seconds, because the whole group waits meanwhile. The commit in flight is awaited, the marks are committed under
+      our own generation, and all state is kept.
+    - *assigned*: the committed offsets are read in one request. A partition that came back with our own committed
+      offset keeps its state, its queued messages and its running handlers, and is read on from where we were; any other
+      begins a new epoch, and what is left of the old one is dropped. Every partition is seeked, then the pump goes on,
+      and the gate opens last.
+
+    A result of ``getmany`` counts when the gate is open *on its return*, and is held with no suspension in between (see
+    `source`). To compare epochs before and after the call loses messages: a call that slept through a whole rebalance
+    returns records that were read after our seek.
+
+    A commit goes out under the generation in which the partitions were given to us, or not at all: the check and the
+    request have no suspension between them, and a refused commit is dropped; the next one is computed anew. When we
+    were fenced (our generation is over before we heard of it) nothing is committed and nothing kept, since others have
+    our partitions already.
+
+    aiokafka logs what its listeners raise, and goes on. So both catch everything, and the next fetch raises it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+
+from aiokafka import ConsumerRebalanceListener, TopicPartition
+from aiokafka.errors import KafkaError
+
+from streamfw.broker import Subscription
+from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
+from streamfw.runtime.signal import Signal
+
+from .assignment import UNKNOWN, Part
+from .client import GroupConsumer
+from .errors import translated
+from .settings import Settings
+
+__all__ = ["Membership"]
+
+log = logging.getLogger("streamfw.kafka")
+
+TAKE_OVER = 20.0  # seconds: no heartbeat is sent meanwhile, so well below the session timeout
+TWINS = 3  # times in a row that a static member is thrown out before it is said to have a twin
+First = Callable[[Collection[TopicPartition]], Awaitable[dict[TopicPartition, int]]]
+
+
+class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore]
+    """The partitions of one consumer. `first` tells where partitions without a committed offset begin; `fence` is
+    awaited with partitions that are new to us, before their committed offsets are read."""
+
+    def __init__(
+        self,
+        consumer: GroupConsumer,
+        subscription: Subscription,
+        settings: Settings,
+        *,
+        first: First,
+        fence: Callable[[Collection[TopicPartition]], Awaitable[None]] | None = None,
+        manual: bool = False,
+    ) -> None:
+        self.consumer, self._subscription, self._settings = consumer, subscription, settings
+        self._first, self._fence, self._manual = first, fence, manual
+        self.parts: dict[TopicPartition, Part] = {}
+        self.gate = False
+        self.opened = asyncio.Event()
+        self.failure: BrokerError | None = None
+        self.generation = UNKNOWN
+        self.resolved = 0  # since the last commit
+        self.tick = Signal()
+        self._epochs = 0
+        self._committing: asyncio.Task[bool] | None = None
+        self._thrown_out: list[float] = []
+        self.joined_at = self.committed_at = time.monotonic()
+        self.closed = False
+        # What happened, for tests, status and metrics.
+        self.commits = self.refused = self.kept = self.fresh = self.fenced = self.rebalances = self.gaps = 0
+        self.paused: list[float] = []  # seconds that the last rebalances shut the gate
+        self._shut_at = time.monotonic()
+
+    @property
+    def ours(self) -> bool:
+        """Whether what we commit counts: we are still who these partitions were given to."""
+        if self._manual:
+            return True
+        return self.generation > 0 and self.consumer.generation == self.generation
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Let the next fetch raise this."""
+        if self.failure is None:
+            self.failure = error if isinstance(error, BrokerError) else translated(error, what)
+        self.opened.set()
+
+    # -- revoked and assigned
+
+    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        """Called by the client before it joins again, while heartbeats go on."""
+        if self.gate:
+            self._shut_at = time.monotonic()
+        self.gate = False
+        self.opened.clear()
+        if not self.parts:
+            return
+        try:
+            await self._give_up()
+        except Exception as error:
+            self.fail(error, f"giving up partitions of group {self._subscription.group!r}")
+
+    async def _give_up(self) -> None:
+        ours, pump = self.ours, self._subscription.pump
+        pump.hold()
+        if ours:
+            await pump.quiesce(self._settings.rebalance_drain)
+        await self._end_commit_in_flight()
+        if ours:
+            await self.commit()
+            return
+        self.fenced += 1
+        self.consumer.forget_assignment()
+        log.warning(
+            "%r: we were taken for dead and left the group; what was not committed comes again", self._subscription
+        )
+        self.drop_all()
+        self._look_for_a_twin()
+
+    async def _end_commit_in_flight(self) -> None:
+        if self._committing is not None:
+            _, late = await asyncio.wait([self._committing], timeout=self._settings.commit_timeout)
+            for task in late:
+                task.cancel()
+
+    def _look_for_a_twin(self) -> None:
+        """Two members with one ``group.instance.id`` throw each other out for ever, and each believes to own what the
+        other has: aiokafka sends no instance id in heartbeats and commits, so nobody is told."""
+        now = time.monotonic()
+        self._thrown_out = [at for at in self._thrown_out if now - at < self._settings.session_timeout] + [now]
+        if self._settings.static_member and len(self._thrown_out) >= TWINS:
+            self.failure = BrokerRefused(
+                f"{self._subscription!r}: thrown out of the group {len(self._thrown_out)} times in "
+                f"{self._settings.session_timeout:g} s: another process uses static_member="
+                f"{self._settings.static_member!r} as well; give each process its own"
+            )
+
+    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        """Called by the client after it joined; no heartbeat is sent until it returns."""
+        try:
+            async with asyncio.timeout(TAKE_OVER):
+                await self.take_over(assigned)
+        except Exception as error:
+            self.fail(error, f"taking over partitions in group {self._subscription.group!r}")
+
+    async def take_over(self, assigned: Collection[TopicPartition]) -> None:
+        """Begin, or go on, with these partitions and no others."""
+        consumer = self.consumer
+        if self._fence is not None:
+            await self._fence([tp for tp in assigned if tp not in self.parts])
+        committed = await consumer.committed_offsets(assigned) if assigned else {}
+        unknown = [tp for tp in assigned if tp not in committed and not self._keeps(tp, UNKNOWN)]
+        first = await self._first(unknown) if unknown else {}
+        before, self.parts = self.parts, {}
+        for tp in sorted(assigned):
+            offset = committed.get(tp, UNKNOWN)
+            part = before.get(tp)
+            if part is not None and part.is_still_ours(offset):
+                part.committed = offset
+                self.kept += 1
+                before.pop(tp)
+            else:
+                part = self._new_part(tp, first.get(tp, offset), offset)
+            self.parts[tp] = part
+            consumer.seek(tp, part.mark.end)
+        for part in before.values():
+            self._end(part)
+        self.generation = consumer.generation
+        consumer.tell_assignor(self.generation)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        # Held again: there may have been no revoked for this assigned (fenced during a join).
+        self._subscription.pump.hold()
+        self._subscription.pump.release(drop=_is_gone)
+        now = time.monotonic()
+        if self.rebalances:
+            self.paused = [*self.paused[-99:], now - self._shut_at]
+        self.rebalances += 1
+        self.joined_at = now
+        self.gate = True
+        self.opened.set()
+
+    def _keeps(self, tp: TopicPartition, committed: int) -> bool:
+        part = self.parts.get(tp)
+        return part is not None and part.is_still_ours(committed)
+
+    def _new_part(self, tp: TopicPartition, start: int, committed: int) -> Part:
+        self._epochs += 1
+        self.fresh += 1
+        return Part(tp, start, committed, self._epochs)
+
+    def restart(self, tp: TopicPartition, position: int) -> None:
+        """Read a partition from somewhere else, as a new epoch: what is at hand of it is ours no more."""
+        old = self.parts.get(tp)
+        if old is not None:
+            self._end(old)
+        self.parts[tp] = self._new_part(tp, position, UNKNOWN)
+        self.consumer.seek(tp, position)
+
+    def _end(self, part: Part) -> None:
+        part.live = False
+        self.gaps += part.gaps
+
+    def drop_all(self) -> None:
+        """Nothing is ours any more; what is queued is dropped."""
+        for part in self.parts.values():
+            self._end(part)
+        self.parts = {}
+        self._subscription.pump.hold()
+        self._subscription.pump.release(drop=_is_gone)
+        self._subscription.pump.hold()
+
+    # -- commits
+
+    async def keep_committing(self, between: Callable[[], Awaitable[None]]) -> None:
+        """Commit each `commit_every` seconds, or after `commit_after` settled messages; `between` is awaited after
+        each. Until it is cancelled."""
+        every = self._settings.commit_every
+        while True:
+            await self.tick.wait_for(every * random.uniform(0.8, 1.2))  # members of a group not all at once
+            if not self.gate or not self.ours:
+                continue
+            self._committing = asyncio.ensure_future(self.commit())
+            try:
+                # wait: the commit may be cancelled by a rebalance, and this task goes on.
+                await asyncio.wait([self._committing])
+            finally:
+                self._committing = None
+            if self.gate:
+                await between()
+
+    async def commit(self) -> bool:
+        """One attempt. True when everything that may be committed is; False when it was refused, or is not known."""
+        self.resolved = 0
+        if not self.ours:
+            return False
+        offsets = self._to_commit()
+        if not offsets:
+            return True
+        parts = {tp: self.parts[tp] for tp in offsets}  # those of now: one may be replaced while this is on its way
+        try:
+            await self.consumer.commit_once(offsets, self._settings.commit_timeout)
+        except (KafkaError, TimeoutError) as error:
+            self.refused += 1
+            known = translated(error, f"committing for group {self._subscription.group!r}")
+            if not known.transient:
+                self.fail(known, "")
+            log.info("%r: a commit was not accepted: %s", self._subscription, known)
+            return False
+        self.commits += 1
+        self.committed_at = time.monotonic()
+        for tp, offset in offsets.items():
+            parts[tp].committed = offset
+        return True
+
+    def _to_commit(self) -> dict[TopicPartition, int]:
+        offsets: dict[TopicPartition, int] = {}
+        for tp, part in self.parts.items():
+            # While the gate is shut, what was read may have been thrown away: the client's position counts only after
+            # our seek.
+            position = part.position(self.consumer.read_to(tp) if self.gate else None)
+            if position > part.committed:
+                offsets[tp] = position
+                part.sent = max(part.sent, position)
+        return offsets
+
+    async def flush(self, deadline: float) -> None:
+        """Commit all there is, until it is accepted or the time is over."""
+        loop = asyncio.get_running_loop()
+        while (left := deadline - loop.time()) > 0 and not self.closed and self.failure is None:
+            if not self.gate:
+                try:
+                    async with asyncio.timeout(left):
+                        await self.opened.wait()
+                except TimeoutError:
+                    return
+                continue
+            if self._committing is not None:
+                await asyncio.wait([self._committing], timeout=left)
+            if await self.commit():
+                return
+            await asyncio.sleep(min(0.05, max(0.0, deadline - loop.time())))
+
+    def unsettled(self) -> Iterable[Part]:
+        """The parts with something open."""
+        return [part for part in self.parts.values() if part.mark.open]
+
+    def check(self) -> None:
+        """Raises what has gone wrong in the background."""
+        if self.failure is not None:
+            raise self.failure
+        if not self.consumer.coordinated and not self.closed and not self._manual:
+            raise BrokerUnavailable(f"{self._subscription!r}: the client's group task has ended in silence")
+
+
+def _is_gone(delivery: object) -> bool:
+    part: Part = delivery.part  # type: ignore[attr-defined]
+    return not part.live

@@ -1,0 +1,186 @@
+"""How a source comes to its partitions: topics checked, a consumer made, the group joined."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from datetime import datetime
+
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaError
+
+from streamfw.broker import Subscription
+from streamfw.errors import BrokerRefused
+
+from .admin import Topics
+from .assignment import UNKNOWN
+from .client import GroupConsumer, fresh_assignor
+from .errors import translated
+from .group import Membership
+from .settings import Settings, client_arguments
+from .topic import Topic, topic_of
+
+__all__ = ["Opening"]
+
+log = logging.getLogger("streamfw.kafka")
+EARLIEST, LATEST = "earliest", "latest"
+
+
+class Opening:
+    """Joins the group of one subscription, as often as it must be joined. `fence`: see `Membership`."""
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        settings: Settings,
+        topics: Topics,
+        fence: Callable[[Collection[TopicPartition]], Awaitable[None]] | None = None,
+    ) -> None:
+        self.subscription, self.settings, self.topics, self._fence = subscription, settings, topics, fence
+        self.topic: Topic = topic_of(subscription)
+        self.retry_name = self.topic.retry_name(subscription.group)
+        self._latest: dict[TopicPartition, int] | None = None
+        self._consumer: GroupConsumer
+
+    async def join(self) -> Membership:
+        """Connect and join. Returns when the partitions are ours, or when `connect_timeout` is over and the group is
+        still busy with moving its own (then they come later). Raises a `BrokerError`."""
+        await self._check_topics()
+        await self._note_the_ends()
+        what = f"subscribing to {self.topic.name!r} in group {self.subscription.group!r}"
+        self._consumer = consumer = self._made()
+        membership = Membership(
+            consumer,
+            self.subscription,
+            self.settings,
+            first=self._first,
+            fence=self._fence,
+            manual=self.topic.partitions is not None,
+        )
+        try:
+            async with asyncio.timeout(self.settings.connect_timeout):
+                await consumer.start()
+            await self._subscribe(consumer, membership)
+            membership.check()
+        except (KafkaError, OSError, TimeoutError) as error:
+            await consumer.end(1.0)
+            raise translated(error, what) from error
+        except BaseException:
+            await consumer.end(1.0)
+            raise
+        return membership
+
+    def _made(self) -> GroupConsumer:
+        settings = self.settings
+        arguments = client_arguments(settings) | {
+            # A join is a request, too, and takes as long as the slowest member of the group.
+            "request_timeout_ms": round((settings.rebalance_timeout + 5) * 1000),
+        }
+        instance = settings.static_member and f"{settings.static_member}.{self.topic.name}"
+        return GroupConsumer(
+            fresh_assignor(),
+            group_id=self.subscription.group,
+            group_instance_id=instance if self.topic.partitions is None else None,
+            session_timeout_ms=round(settings.session_timeout * 1000),
+            heartbeat_interval_ms=round(settings.heartbeat * 1000),
+            rebalance_timeout_ms=round(settings.rebalance_timeout * 1000),
+            max_poll_interval_ms=round(settings.max_poll_interval * 1000),
+            fetch_max_wait_ms=round(settings.fetch_wait * 1000),
+            isolation_level=settings.isolation,
+            **arguments,
+        )
+
+    async def _subscribe(self, consumer: GroupConsumer, membership: Membership) -> None:
+        topic = self.topic
+        if topic.partitions is not None:
+            assigned = {TopicPartition(topic.name, number) for number in topic.partitions}
+            consumer.assign(assigned)
+            async with asyncio.timeout(self.settings.connect_timeout):
+                await consumer._coordinator.ensure_coordinator_known()
+                await membership.take_over(assigned)
+            return
+        if topic.pattern is not None:
+            consumer.subscribe(pattern=self._whole_pattern(), listener=membership)
+        else:
+            consumer.subscribe(topics=self._names(), listener=membership)
+        try:
+            async with asyncio.timeout(self.settings.connect_timeout):
+                await membership.opened.wait()
+        except TimeoutError:
+            log.warning("%r: the group is still busy with its members; joining goes on", self.subscription)
+
+    def _names(self) -> list[str]:
+        return [self.topic.name, *([self.retry_name] if self.retry_name else [])]
+
+    def _whole_pattern(self) -> str:
+        """Of whole names (aiokafka looks for a beginning), and never our own dead letters."""
+        dead = self.subscription.dead_letter
+        but = f"(?!{re.escape(dead)}\\Z)" if dead else ""
+        return f"{but}(?:{self.topic.pattern})\\Z"
+
+    # -- topics
+
+    async def _check_topics(self) -> None:
+        wanted = [] if self.topic.pattern is not None else self._names()
+        if self.subscription.dead_letter is not None:
+            wanted.append(self.subscription.dead_letter)
+        await self.topics.require(wanted, f"{self.subscription!r}")
+        if self.topic.partitions is not None:
+            there = await self.topics.partitions(self.topic.name)
+            if missing := sorted(set(self.topic.partitions) - set(there)):
+                raise BrokerRefused(
+                    f"{self.subscription!r}: topic {self.topic.name!r} has {len(there)} partitions, and no {missing}"
+                )
+
+    # -- where to begin
+
+    async def _note_the_ends(self) -> None:
+        """ "latest" means what is published after this: not what the ends are when the group has been joined."""
+        if self.topic.start != LATEST or self._latest is not None:
+            return
+        names = self._names() if self.topic.pattern is None else await self._matching()
+        found: dict[TopicPartition, int] = {}
+        for name in names:
+            found |= await self.topics.ends(name)
+        self._latest = found
+
+    async def _matching(self) -> list[str]:
+        pattern = re.compile(self._whole_pattern())
+        return [name for name in await self.topics.names() if pattern.match(name)]
+
+    async def _first(self, unknown: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        """Where partitions begin of which the group has committed nothing."""
+        start = self.topic.start
+        earliest = await self.topics.earliest(unknown)
+        if start == EARLIEST:
+            return earliest
+        new = await self._added_later(unknown)
+        found: dict[TopicPartition, int] = {}
+        if isinstance(start, datetime):
+            found = await self.offsets_at(start, unknown)
+        elif isinstance(start, Mapping):
+            found = {tp: start[tp.partition] for tp in unknown if tp.partition in start and tp.topic == self.topic.name}
+        elif self._latest is not None:
+            found = {tp: offset for tp, offset in self._latest.items() if tp in earliest}
+        begin = {
+            tp: earliest[tp] if tp in new else max(found.get(tp, offset), offset) for tp, offset in earliest.items()
+        }
+        log.info("%r: begins at %s", self.subscription, {f"{tp.topic}-{tp.partition}": at for tp, at in begin.items()})
+        return begin
+
+    async def offsets_at(self, when: datetime, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        """The first record published at or after `when` in each partition, or where the next one will be."""
+        ends = await self.topics.latest(partitions)
+        found = await self.topics.at(partitions, when.timestamp())
+        return {tp: end if (offset := found.get(tp)) is None else offset for tp, end in ends.items()}
+
+    async def _added_later(self, unknown: Collection[TopicPartition]) -> set[TopicPartition]:
+        """Partitions that came to a topic which the group reads already: from their beginning, or what was published
+        before we noticed them would be left out."""
+        topics = {tp.topic for tp in unknown}
+        every = [TopicPartition(name, number) for name in topics for number in await self.topics.partitions(name)]
+        committed = await self._consumer.committed_offsets(every)
+        known = {tp.topic for tp, offset in committed.items() if offset > UNKNOWN}
+        return {tp for tp in unknown if tp.topic in known}

@@ -1,0 +1,282 @@
+"""A subscription to a topic: records in, settlements in any order, one committed position a partition.
+
+    getmany (one at a time, from fetch) -> gate -> hold in the watermark -> deliveries -> ... -> settle -> watermark
+                                                                                     timer -> commit (see `group`)
+
+Theory of operation
+    Everything that decides what is committed is synchronous: that ``getmany`` returned, the look at the gate, and
+    holding the offsets happen with nothing in between. So a record is either held in a live watermark, or it will be
+    read again after a seek.
+
+    - A partition is not read further while too many of its messages are open, or too far apart (what a crash would
+      repeat). It is left out of ``getmany``, which keeps its buffer; ``pause`` would throw that away.
+    - ``getmany`` empties buffers in the order they arrived, each to its end: a backlog of one partition would be read
+      for thousands of messages before the next is looked at. So those not served in this round go first.
+    - ``getmany`` bounds records, not bytes. What it brings beyond the byte budget waits here, held, for the next fetch.
+    - The client's own buffer is read ahead by itself, while handlers run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
+
+from streamfw.broker import Delivery, Health, Settlement, Source
+from streamfw.errors import BrokerClosed, BrokerUnavailable, PartitionRevoked, SettleError, StaleDelivery, Unsupported
+from streamfw.outcome import ACK, Ack, Drop
+
+from .assignment import KafkaDelivery, Part, maker_of
+from .client import NOTHING
+from .errors import translated
+from .group import Membership
+from .opening import Opening
+
+__all__ = ["KafkaSource"]
+
+log = logging.getLogger("streamfw.kafka")
+
+POLL = 0.2  # seconds: how long a stop, or a partition that is below its limits again, waits at most
+MOST = 500  # records of one getmany
+CLOSE = 4.0  # seconds to leave the group
+
+
+class KafkaSource(Source):
+    """See `streamfw.broker.Source`."""
+
+    group: Membership
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        self._subscription = subscription = opening.subscription
+        self._settings = opening.settings
+        bundled = subscription.batch is not None and not opening.topic.mixed_batches
+        self._make = maker_of("partition" if subscription.transactional else subscription.ordered_by, bundled)
+        self._committer: asyncio.Task[None] | None = None
+        self._served: set[TopicPartition] = set()
+        self._over: deque[KafkaDelivery] = deque()
+        self._average = 0.0  # bytes of a record's value
+        self._fetching = self._stopped = self._closed = False
+        self.late = self.discarded = self.jumps = 0
+
+    async def reopen(self) -> None:
+        """See `Source.reopen`: a new member of the group. What is out survives nothing of that."""
+        if self._closed:
+            raise BrokerClosed("this subscription to Kafka was closed")
+        await self._leave()
+        self.group = await self._opening.join()
+        if self._closed:
+            await self._leave()
+            raise BrokerClosed("this subscription to Kafka was closed")
+        self._committer = asyncio.get_running_loop().create_task(self._keep_committing(self.group))
+
+    async def _keep_committing(self, group: Membership) -> None:
+        try:
+            await group.keep_committing(self._stay_polled)
+        except Exception as error:  # a bug of ours: without commits nothing may go on
+            group.fail(error, "committing")
+
+    async def _stay_polled(self) -> None:
+        """Nothing is read while all is full; the client would believe us dead, and leave the group."""
+        if not self._fetching and not self.group.closed:
+            await self.group.consumer.getmany(NOTHING, timeout_ms=0)
+
+    # -- fetch
+
+    async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
+        """See `Source.fetch`."""
+        self._fetching = True
+        try:
+            while not self._stopped:
+                self.group.check()
+                if not self.group.gate:
+                    await self.group.opened.wait()
+                elif found := self._from_before(limit, max_bytes) or await self._read(limit, max_bytes):
+                    return found
+        finally:
+            self._fetching = False
+        self._require_open()
+        return ()
+
+    def _from_before(self, limit: int, max_bytes: int) -> list[KafkaDelivery]:
+        """What the last getmany brought beyond the budget."""
+        found: list[KafkaDelivery] = []
+        while self._over and len(found) < limit and (max_bytes > 0 or not found):
+            delivery = self._over.popleft()
+            if delivery.part.live:
+                found.append(delivery)
+                max_bytes -= len(delivery.body or b"")
+        return found
+
+    async def _read(self, limit: int, max_bytes: int) -> list[KafkaDelivery]:
+        group = self.group
+        try:
+            records = await self._getmany(min(limit, MOST))
+        except (NoOffsetForPartitionError, OffsetOutOfRangeError) as error:
+            await self._out_of_range(error)
+            return []
+        except KafkaError as error:
+            if self._stopped:
+                return []
+            raise translated(error, f"reading {self._subscription.name!r}") from error
+        # From here on nothing suspends, and nothing did since the client moved its position.
+        if not group.gate:
+            # Every partition is seeked before the gate opens. (Not "another epoch than before the call": see `group`.)
+            self.discarded += sum(map(len, records.values()))
+            return []
+        found: list[KafkaDelivery] = []
+        for tp, some in records.items():
+            part = group.parts[tp]
+            part.hold(some)
+            found += self._make(part, some)
+        return self._within(found, max_bytes)
+
+    async def _getmany(self, most: int) -> dict[TopicPartition, list[Any]]:
+        consumer, settings, parts, served = self.group.consumer, self._settings, self.group.parts, self._served
+        opened, window = settings.open_limit, settings.window_limit
+        ready = [tp for tp, part in parts.items() if not part.full(opened, window)]
+        records: dict[TopicPartition, list[Any]] = {}
+        if 0 < len(turn := [tp for tp in ready if tp not in served]) < len(ready):
+            records = await consumer.getmany(*turn, timeout_ms=0, max_records=most)
+        if not records:
+            served.clear()
+            records = await consumer.getmany(*ready or (NOTHING,), timeout_ms=int(POLL * 1000), max_records=most)
+        served.update(records)
+        return records
+
+    def _within(self, found: list[KafkaDelivery], max_bytes: int) -> list[KafkaDelivery]:
+        """Those that fit; the others wait here. Bodies are only measured while their sum may come to matter."""
+        if not found or max_bytes > 4 * self._average * MOST > 0:
+            return found
+        sizes = [len(delivery.body or b"") for delivery in found]
+        self._average = max(self._average * 0.9, sum(sizes) / len(sizes), 1.0)
+        if sum(sizes) <= max_bytes:
+            return found
+        fitting = 0
+        while fitting < len(sizes) and (max_bytes := max_bytes - sizes[fitting]) >= 0:
+            fitting += 1
+        fitting = max(fitting, 1)
+        self._over.extend(found[fitting:])
+        return found[:fitting]
+
+    async def _out_of_range(self, error: KafkaError) -> None:
+        """What was to be read is not there. Where to go on is ours to decide, and to say."""
+        if not self.group.gate or not error.args or not isinstance(error.args[0], dict | Collection):
+            await asyncio.sleep(0.05)  # before the first seek, or of a partition that is going: moot
+            return
+        for tp in [tp for tp in self.group.parts if tp in error.args[0]]:
+            await self._jump(tp)
+
+    async def _jump(self, tp: TopicPartition) -> None:
+        consumer = self.group.consumer
+        async with asyncio.timeout(self._settings.request_timeout):
+            first = (await consumer.beginning_offsets([tp]))[tp]
+            last = (await consumer.end_offsets([tp]))[tp]
+        part = self.group.parts.get(tp)
+        if part is None or not self.group.gate:
+            return
+        if part.mark.end < first:  # retention, or somebody, deleted what we had not read
+            log.error("%r: offsets %d to %d of %s-%d are gone", self._subscription, part.mark.end, first - 1, *tp)
+            part.mark.skip(first)
+            consumer.seek(tp, first)
+        elif part.mark.end > last:  # it was made anew, or its leader lost its end: nothing of it may be left out
+            log.error("%r: %s-%d ends at %d, before %d; reading it again", self._subscription, *tp, last, part.mark.end)
+            self.group.restart(tp, first)
+            self._drop_gone()
+        self.jumps += 1
+
+    def _drop_gone(self) -> None:
+        pump = self._subscription.pump
+        pump.hold()
+        pump.release(drop=lambda delivery: not delivery.part.live)  # type: ignore[attr-defined]
+
+    # -- settle
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
+        """See `Source.settle`. Positional: durable with the next commit."""
+        self._require_open()
+        for settlement in settlements:
+            if settlement.outcome is not ACK:
+                settlements = await self._settle_odd(settlements)
+                break
+        errors: list[SettleError] = []
+        for settlement in settlements:
+            delivery = settlement.delivery
+            part: Part = delivery.part  # type: ignore[attr-defined]
+            if not part.live or not part.mark.resolve(delivery.record.offset):  # type: ignore[attr-defined]
+                errors.append(self._not_ours(delivery))
+        group = self.group
+        group.resolved += len(settlements)
+        if group.resolved >= self._settings.commit_after:
+            group.tick.set()
+        return errors
+
+    async def _settle_odd(self, settlements: Sequence[Settlement]) -> Sequence[Settlement]:
+        """Some of it is no plain acknowledgement: refuse what a log cannot do, before anything of it is done."""
+        for settlement in settlements:
+            if not isinstance(settlement.outcome, Ack | Drop):
+                raise Unsupported(f"Kafka cannot settle with {settlement.outcome!r}: a log only moves on")
+        return settlements
+
+    def _not_ours(self, delivery: Delivery) -> SettleError:
+        assert isinstance(delivery, KafkaDelivery)
+        self.late += 1
+        if delivery.part.live:
+            return StaleDelivery(delivery, "settled already")
+        where = f"{delivery.part.tp.topic}-{delivery.part.tp.partition}"
+        return PartitionRevoked(delivery, f"partition {where} was taken away before it was settled")
+
+    # -- the end
+
+    async def flush(self, deadline: float) -> None:
+        """See `Source.flush`."""
+        self._require_open()
+        await self.group.flush(deadline)
+
+    async def stop(self) -> None:
+        """See `Source.stop`."""
+        self._stopped = True
+        self.group.opened.set()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise BrokerClosed("this subscription to Kafka was closed")
+
+    async def close(self) -> None:
+        """See `Source.close`: the group is left, so what is unsettled is somebody else's at once."""
+        if self._closed:
+            return
+        await self.stop()
+        self._closed = True
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Close the consumer; nothing is ours any more."""
+        group: Membership | None = getattr(self, "group", None)
+        if group is None or group.closed:
+            return
+        group.closed = True
+        group.gate = False
+        group.opened.set()
+        if self._committer is not None:
+            self._committer.cancel()
+            await asyncio.wait([self._committer])
+        group.drop_all()
+        self._over.clear()
+        await group.consumer.end(CLOSE)
+
+    def health(self) -> Health:
+        """See `Source.health`."""
+        try:
+            self._require_open()
+            self.group.check()
+        except (BrokerClosed, BrokerUnavailable) as error:
+            return Health(False, str(error))
+        if not self.group.gate:
+            return Health(False, "joining the consumer group")
+        return Health(True, f"{len(self.group.parts)} partitions")

@@ -1,0 +1,132 @@
+"""`Topic`: what only Kafka has, said in the subscriber's own source object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+import msgspec
+
+from streamfw.broker import Position, Subscription
+
+__all__ = ["Topic", "topic_of"]
+
+_LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+
+
+class Topic(msgspec.Struct, frozen=True):
+    """A Kafka topic: ``@subscriber(Topic("orders", start="latest"))``.
+
+    - `name`: the topic. With `pattern` it only names the subscriber (and its dead letter topic).
+    - `pattern`: a regular expression; every topic whose whole name it matches is read, also those that are created
+      later (noticed within the broker's ``metadata_age``).
+    - `partitions`: read these partitions and no others, outside the group's assignment: nobody moves them, and nobody
+      else takes them over. Their positions are still committed for the group.
+    - `start`: where a group without a committed position begins; what a group has committed always counts more. A
+      partition that is added to the topic later is read from its beginning.
+    - `retry_topic`: pauses of at least `retry_after` seconds (``Retry(after=..)``, or of the subscriber's backoff) go
+      through a topic of their own, so that they do not hold the partition's position back: True for
+      ``<name>.<group>.retry``, or its name. It must exist, or the broker must have ``create_topics``. Refused with
+      ``ordered_by=``, unless `overtaking` says that later messages may pass one that waits.
+    - `mixed_batches`: a batch may hold messages of several partitions (default: of one).
+    - `transactional_id`: the beginning of the transactional ids of ``transactional=True`` (default: group and topic);
+      there is one for each partition.
+
+    Values are checked when the app is built.
+    """
+
+    name: str
+    pattern: str | None = None
+    partitions: Sequence[int] | None = None
+    start: Position = "earliest"
+    retry_topic: bool | str = False
+    retry_after: float = 300.0
+    overtaking: bool = False
+    mixed_batches: bool = False
+    transactional_id: str | None = None
+
+    def mistakes(self, subscription: Subscription) -> list[str]:
+        """What is wrong with it, as sentences."""
+        found = []
+        if self.pattern is None and (mistake := name_mistake(self.name)):
+            found.append(mistake)
+        if self.pattern is not None:
+            found += self._pattern_mistakes()
+        if self.partitions is not None and not _are_partitions(self.partitions):
+            found.append(f"Topic(partitions={self.partitions!r}): numbers of partitions, each once, are needed")
+        found += self._start_mistakes()
+        if self.retry_topic:
+            found += self._retry_mistakes(subscription)
+        return found
+
+    def _pattern_mistakes(self) -> list[str]:
+        try:
+            re.compile(str(self.pattern))
+        except re.error as error:
+            return [f"Topic(pattern={self.pattern!r}): not a regular expression: {error}"]
+        if self.partitions is not None or isinstance(self.start, Mapping):
+            return ["Topic(pattern=..): its partitions, and offsets in them, cannot be given: they belong to one topic"]
+        return []
+
+    def _start_mistakes(self) -> list[str]:
+        start = self.start
+        if start in ("earliest", "latest"):
+            return []
+        if isinstance(start, datetime):
+            if start.tzinfo is None:
+                return [f"Topic(start={start!r}): a time without a time zone means another moment on each machine"]
+            return []
+        if isinstance(start, Mapping) and all(_is_count(p) and _is_count(o) for p, o in start.items()):
+            return []
+        return [f"Topic(start={start!r}): 'earliest', 'latest', a datetime or offsets by partition are needed"]
+
+    def _retry_mistakes(self, subscription: Subscription) -> list[str]:
+        found = []
+        if isinstance(self.retry_topic, str) and (mistake := name_mistake(self.retry_topic)):
+            found.append(mistake)
+        if self.pattern is not None or self.partitions is not None:
+            found.append("Topic(retry_topic=..): needs a topic of one name, read as a group")
+        if subscription.ordered_by is not None and not self.overtaking:
+            found.append(
+                f"Topic(retry_topic=..) with ordered_by={subscription.ordered_by!r}: later messages would pass one that "
+                "waits; drop one of the two, or allow it with overtaking=True"
+            )
+        if subscription.transactional:
+            found.append("Topic(retry_topic=..) with transactional=True: a transaction keeps its partition's order")
+        if not isinstance(self.retry_after, int | float) or self.retry_after < 0:
+            found.append(f"Topic(retry_after={self.retry_after!r}): seconds, zero or more, are needed")
+        return found
+
+    def retry_name(self, group: str) -> str | None:
+        """The retry topic's name, or None."""
+        if not self.retry_topic:
+            return None
+        return self.retry_topic if isinstance(self.retry_topic, str) else f"{self.name}.{group}.retry"
+
+
+def topic_of(subscription: Subscription) -> Topic:
+    """The topic of a subscription; a plain name is a topic of that name."""
+    source = subscription.source
+    return source if isinstance(source, Topic) else Topic(subscription.name)
+
+
+def name_mistake(name: object) -> str | None:
+    """What is wrong with a topic's name (the server's own rule, `Topic.validate` in its source)."""
+    if isinstance(name, str) and _LEGAL.fullmatch(name) and name not in (".", ".."):
+        return None
+    return f"{name!r} cannot be a topic: up to 249 letters, digits, '.', '_' and '-' are needed"
+
+
+def _are_partitions(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(map(_is_count, value))
+        and len(set(value)) == len(value)
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
