@@ -33,9 +33,12 @@ class EmbeddedError(BrokerRefused):
 
 
 def run(steps: Steps) -> None:
-    """Do the work here, blocking this thread."""
-    for delay in steps:
-        time.sleep(delay)
+    """Do the work here, blocking this thread. After an interrupt the generator is closed before it is raised."""
+    try:
+        for delay in steps:
+            time.sleep(delay)
+    finally:
+        steps.close()
 
 
 async def run_async(steps: Steps) -> None:
