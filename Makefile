@@ -12,6 +12,14 @@ WORKERS ?= 2
 	scripts/setup base
 	touch $@
 
+.venv/.kafka: pyproject.toml scripts/setup
+	scripts/setup kafka
+	touch $@
+
+.venv/.kafka-server: pyproject.toml scripts/setup
+	scripts/setup kafka-server
+	touch $@
+
 .venv/.test: pyproject.toml scripts/setup
 	scripts/setup test
 	touch $@
@@ -20,8 +28,14 @@ WORKERS ?= 2
 	scripts/setup bench
 	touch $@
 
-demo: .venv/.base
+# BROKER=kafka: on a Kafka node that runs as long as the demo does. Any URL: on that broker.
+ifeq ($(BROKER),kafka)
+demo: .venv/.kafka-server
+	$(PY) -m tests.services.kafka run -- $(PY) -m examples.webhooks --broker '{url}?create_topics=true'
+else
+demo: .venv/.$(if $(filter kafka%,$(BROKER)),kafka,base)
 	$(PY) -m examples.webhooks --broker "$(BROKER)"
+endif
 
 test: .venv/.test
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)

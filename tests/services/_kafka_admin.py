@@ -15,12 +15,16 @@ from aiokafka.protocol.metadata import MetadataRequest
 __all__ = ["coordinator", "create_topic", "exercise", "known_to", "leader"]
 
 
-async def known_to(address: str) -> set[int]:
-    """The numbers of the nodes that the node at ``host:port`` knows to be alive; empty if it does not answer yet."""
+async def known_to(address: str, node: int, cluster: str) -> set[int]:
+    """The numbers of the nodes that the node at ``host:port`` knows to be alive; empty while it does not answer.
+
+    What answers there for another cluster has taken the port: that is no answer.
+    """
     client = AIOKafkaClient(bootstrap_servers=address, request_timeout_ms=2_000)
     try:
-        await client.bootstrap()  # asks this node for its metadata
-        return {broker.nodeId for broker in client.cluster.brokers() if broker.nodeId != "bootstrap"}
+        await client.bootstrap()
+        metadata = (await client.send(node, MetadataRequest([]))).to_object()
+        return {broker["node_id"] for broker in metadata["brokers"]} if metadata["cluster_id"] == cluster else set()
     except KafkaError:
         return set()
     finally:

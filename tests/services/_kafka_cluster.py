@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import secrets
 import shutil
 import socket
 import tempfile
 import time
+import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -127,6 +129,10 @@ class Cluster(Service):
         return {node.number: {name: found.pop() for name in names} for node in self.nodes}
 
     @property
+    def id(self) -> str:
+        return remembered(self.home / "id", lambda: base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("="))
+
+    @property
     def logins(self) -> list[Login]:
         text = remembered(self.home / "logins", lambda: json.dumps(_choose_logins() if self.kind.secure else []))
         return msgspec.json.decode(text, type=list[Login])
@@ -160,7 +166,7 @@ class Cluster(Service):
             shutil.rmtree(node.home, ignore_errors=True)
             settings = nodes.properties(node.number, node.home, self.ports, self.logins, tls)
             node.configure({**settings, **self._settings})
-        nodes.format_nodes(self.nodes, java, self.logins)
+        nodes.format_nodes(self.nodes, java, self.id, self.logins)
 
     def _tls(self) -> Path:
         where = self.home / "tls"
@@ -190,8 +196,8 @@ class Cluster(Service):
         with socket.socket() as probe:  # first, as the client logs every refusal
             if probe.connect_ex(("127.0.0.1", port)):
                 return False
-        alive = {each.number for each in self.nodes if each.responds()}
-        return _in_thread(admin.known_to(f"127.0.0.1:{port}")) >= alive
+        alive = {node.number, *(each.number for each in self.nodes if each.responds())}
+        return _in_thread(admin.known_to(f"127.0.0.1:{port}", node.number, self.id)) >= alive
 
     def _end(self) -> Steps:
         left = [Node(0, pid.parent) for pid in self.home.glob("node*/pid")]

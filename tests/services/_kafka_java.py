@@ -8,7 +8,6 @@ instead of 2.3 s. Without Maven, what is cached is used.
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import re
 import secrets
@@ -49,7 +48,6 @@ class Java:
         return [self.program, *flags, "-cp", f"{self.directory}/lib/*", main_class, *arguments]
 
 
-@functools.cache
 def _java() -> tuple[str, str]:
     """The program and what it says of its version."""
     program = shutil.which("java")
@@ -59,7 +57,8 @@ def _java() -> tuple[str, str]:
     version = re.search(r'version "(\d+)', said)
     if version is None or int(version[1]) < 17:
         raise KafkaServerError(
-            f"Kafka needs Java 17 or later, and {program} says {said.strip()!r}: apt-get install default-jre-headless"
+            f"Kafka needs Java 17 or later, and {program} says {said.strip()!r}: "
+            "apt-get install openjdk-17-jre-headless"
         )
     return program, said
 

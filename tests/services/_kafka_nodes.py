@@ -6,13 +6,12 @@ What a node is and does is in its directory, so that any process can find, signa
 
 from __future__ import annotations
 
-import base64
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
@@ -63,7 +62,7 @@ class Login:
 
     mechanism: str
     user: str
-    password: str
+    password: str = field(repr=False)
 
 
 # ---------------------------------------------------------------------- settings
@@ -160,17 +159,13 @@ class Node:
     def log(self) -> Path:
         return self.home / "server.log"
 
-    @property
-    def formatted(self) -> bool:
-        return (self.home / "data" / "meta.properties").exists()
-
     def configure(self, settings: Mapping[str, str]) -> None:
         """Write its settings."""
         self.home.mkdir(mode=0o700, exist_ok=True)
         self.settings.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
 
     def formatting(self, java: Java, cluster: str, logins: Sequence[Login]) -> subprocess.Popen[bytes]:
-        """Start to make its empty directory; whoever calls waits for it (`check_formatted`)."""
+        """Start to make its empty directory; whoever calls waits for it."""
         scram = [login for login in logins if login.mechanism != "PLAIN"]
         users = [f"{each.mechanism}=[name={each.user},password={each.password}]" for each in scram]
         arguments = [word for user in users for word in ("--add-scram", user)]
@@ -234,13 +229,17 @@ class Node:
             return ""
 
 
-def format_nodes(nodes: Sequence[Node], java: Java, logins: Sequence[Login]) -> None:
+def format_nodes(nodes: Sequence[Node], java: Java, cluster: str, logins: Sequence[Login]) -> None:
     """Make the directories of a new cluster, all at once."""
-    cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-    processes = [(node, node.formatting(java, cluster, logins)) for node in nodes]
-    for node, process in processes:
-        if process.wait(60) != 0:
-            raise KafkaServerError(f"Kafka could not format {node.home}:\n{node.said()}")
+    with ExitStack() as ended:
+        processes = []
+        for node in nodes:
+            process = ended.enter_context(node.formatting(java, cluster, logins))
+            ended.callback(process.kill)
+            processes.append((node, process))
+        for node, process in processes:
+            if process.wait(60) != 0:
+                raise KafkaServerError(f"Kafka could not format {node.home}:\n{node.said()}")
 
 
 def ending(nodes: Sequence[Node], *, patience: float) -> Steps:
