@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiokafka import TopicPartition
 
@@ -87,7 +87,7 @@ class KafkaDelivery(Delivery, gc=False, kw_only=True):
 
     record: Any
     part: Part
-    origin: str | None = None
+    place: Mapping[str, str] | None = None
 
     @property
     def offset(self) -> int:
@@ -101,21 +101,22 @@ class KafkaDelivery(Delivery, gc=False, kw_only=True):
         partition: int = self.record.partition
         return partition
 
-    @property
-    def message_id(self) -> str:  # type: ignore[override]
-        """The publisher's, or one made of its place."""
-        return message_id_of(self.record)
+    if not TYPE_CHECKING:  # to a checker they are the fields of `Message`
 
-    @property
-    def key(self) -> str | None:  # type: ignore[override]
-        """Its key as text; what is not UTF-8 is kept in surrogate escapes."""
-        return key_of(self.record.key)
+        @property
+        def message_id(self) -> str:
+            """The publisher's, or one made of its place."""
+            return message_id_of(self.record)
 
-    @property
-    def timestamp(self) -> float:  # type: ignore[override]
-        """When it was published (or appended, where the topic says so), in seconds since 1970."""
-        stamp: int = self.record.timestamp
-        return stamp / 1000
+        @property
+        def key(self) -> str | None:
+            """Its key as text; what is not UTF-8 is kept in surrogate escapes."""
+            return key_of(self.record.key)
+
+        @property
+        def timestamp(self) -> float:
+            """When it was published (or appended, where the topic says so), in seconds since 1970."""
+            return self.record.timestamp / 1000
 
     @staticmethod
     def decode_headers(raw: Any) -> Headers:
@@ -124,6 +125,8 @@ class KafkaDelivery(Delivery, gc=False, kw_only=True):
 
     def origin_place(self) -> Mapping[str, str]:
         """See `Delivery.origin_place`."""
+        if self.place is not None:  # it came by the retry topic
+            return self.place
         return {ORIGIN_PARTITION: str(self.partition), ORIGIN_OFFSET: str(self.offset)}
 
 

@@ -44,7 +44,7 @@ class KafkaConnection(Connection):
         self._check_open()
         if mistakes := list(subscription_mistakes(subscription)):
             raise BrokerRefused(f"{subscription!r}: {'; '.join(mistakes)}")
-        source = KafkaSource(Opening(subscription, self.settings, self.topics))
+        source = KafkaSource(Opening(subscription, self.settings, self.topics, self.publishing.publish))
         self._sources.append(source)
         await source.reopen()
         return source

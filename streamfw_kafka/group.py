@@ -30,7 +30,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
@@ -71,6 +71,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         self._first, self._fence, self._manual = first, fence, manual
         self.parts: dict[TopicPartition, Part] = {}
         self.gate = False
+        self.rebalancing = False
         self.opened = asyncio.Event()
         self.failure: BrokerError | None = None
         self.generation = UNKNOWN
@@ -106,6 +107,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         if self.gate:
             self._shut_at = time.monotonic()
         self.gate = False
+        self.rebalancing = True
         self.opened.clear()
         if not self.parts:
             return
@@ -192,6 +194,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             self.paused = [*self.paused[-99:], now - self._shut_at]
         self.rebalances += 1
         self.joined_at = now
+        self.rebalancing = False
         self.gate = True
         self.opened.set()
 
@@ -211,6 +214,43 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             self._end(old)
         self.parts[tp] = self._new_part(tp, position, UNKNOWN)
         self.consumer.seek(tp, position)
+
+    async def move(self, wanted: Mapping[TopicPartition, int]) -> None:
+        """Read these partitions on from other positions, and commit those. Like a rebalance of our own: nothing new
+        begins, what runs may end, and everything is seeked, because what is being read meanwhile is thrown away.
+
+        Raises a `BrokerError`; then nothing has moved.
+        """
+        if not self.gate:
+            raise BrokerUnavailable(f"{self._subscription!r}: its partitions are just moving; seek again")
+        pump = self._subscription.pump
+        self.gate = False
+        self.opened.clear()
+        pump.hold()
+        try:
+            await pump.quiesce(self._settings.rebalance_drain)
+            await self._end_commit_in_flight()
+            moved = {tp: offset for tp, offset in wanted.items() if tp in self.parts}
+            await self._commit_move(moved)
+            for tp, offset in moved.items():
+                self.restart(tp, offset)
+                self.parts[tp].committed = self.parts[tp].sent = offset
+        finally:
+            if not self.rebalancing:  # else the gate opens when that is over
+                for tp, part in self.parts.items():
+                    self.consumer.seek(tp, part.mark.end)
+                pump.release(drop=_is_gone)
+                self.gate = True
+                self.opened.set()
+
+    async def _commit_move(self, offsets: dict[TopicPartition, int]) -> None:
+        what = f"moving group {self._subscription.group!r}"
+        if not self.ours or self.rebalancing:
+            raise BrokerUnavailable(f"{what}: its partitions are just moving; seek again")
+        try:
+            await self.consumer.commit_once(offsets, self._settings.commit_timeout)
+        except (KafkaError, TimeoutError) as error:
+            raise translated(error, what) from error
 
     def _end(self, part: Part) -> None:
         part.live = False

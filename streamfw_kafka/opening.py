@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
-from streamfw.broker import Subscription
-from streamfw.errors import BrokerRefused
+from streamfw.broker import Position, Subscription
+from streamfw.errors import BrokerRefused, PublishError
+from streamfw.message import Outgoing
 
 from .admin import Topics
 from .assignment import UNKNOWN
@@ -25,6 +26,7 @@ from .topic import Topic, topic_of
 __all__ = ["Opening"]
 
 log = logging.getLogger("streamfw.kafka")
+Publish = Callable[[Sequence[Outgoing]], Awaitable[Sequence[PublishError | None]]]
 EARLIEST, LATEST = "earliest", "latest"
 
 
@@ -36,9 +38,11 @@ class Opening:
         subscription: Subscription,
         settings: Settings,
         topics: Topics,
+        publish: Publish,
         fence: Callable[[Collection[TopicPartition]], Awaitable[None]] | None = None,
     ) -> None:
         self.subscription, self.settings, self.topics, self._fence = subscription, settings, topics, fence
+        self.publish = publish
         self.topic: Topic = topic_of(subscription)
         self.retry_name = self.topic.retry_name(subscription.group)
         self._latest: dict[TopicPartition, int] | None = None
@@ -157,23 +161,23 @@ class Opening:
         if start == EARLIEST:
             return earliest
         new = await self._added_later(unknown)
-        found: dict[TopicPartition, int] = {}
-        if isinstance(start, datetime):
-            found = await self.offsets_at(start, unknown)
-        elif isinstance(start, Mapping):
-            found = {tp: start[tp.partition] for tp in unknown if tp.partition in start and tp.topic == self.topic.name}
-        elif self._latest is not None:
-            found = {tp: offset for tp, offset in self._latest.items() if tp in earliest}
+        found = (self._latest or {}) if start == LATEST else await self.offsets_of(start, unknown)
         begin = {
             tp: earliest[tp] if tp in new else max(found.get(tp, offset), offset) for tp, offset in earliest.items()
         }
         log.info("%r: begins at %s", self.subscription, {f"{tp.topic}-{tp.partition}": at for tp, at in begin.items()})
         return begin
 
-    async def offsets_at(self, when: datetime, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        """The first record published at or after `when` in each partition, or where the next one will be."""
+    async def offsets_of(self, to: Position, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        """Where a position is in these partitions; those that it does not name are left out."""
+        if to == EARLIEST:
+            return await self.topics.earliest(partitions)
+        if isinstance(to, Mapping):
+            return {tp: to[tp.partition] for tp in partitions if tp.partition in to and tp.topic == self.topic.name}
         ends = await self.topics.latest(partitions)
-        found = await self.topics.at(partitions, when.timestamp())
+        if not isinstance(to, datetime):
+            return ends
+        found = await self.topics.at(partitions, to.timestamp())
         return {tp: end if (offset := found.get(tp)) is None else offset for tp, end in ends.items()}
 
     async def _added_later(self, unknown: Collection[TopicPartition]) -> set[TopicPartition]:

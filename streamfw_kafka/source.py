@@ -20,22 +20,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 
-from streamfw.broker import Delivery, Health, Settlement, Source
-from streamfw.errors import BrokerClosed, BrokerUnavailable, PartitionRevoked, SettleError, StaleDelivery, Unsupported
-from streamfw.outcome import ACK, Ack, Drop
+from streamfw.broker import Delivery, Health, Position, Settlement, Source
+from streamfw.errors import (
+    BrokerClosed,
+    BrokerUnavailable,
+    PartitionRevoked,
+    PublishError,
+    SettleError,
+    StaleDelivery,
+    Unsupported,
+)
+from streamfw.outcome import ACK, Ack, Drop, Retry
 
 from .assignment import KafkaDelivery, Part, maker_of
 from .client import NOTHING
 from .errors import translated
 from .group import Membership
 from .opening import Opening
+from .retry import Waiting, again_later
 
 __all__ = ["KafkaSource"]
 
@@ -58,6 +68,8 @@ class KafkaSource(Source):
         bundled = subscription.batch is not None and not opening.topic.mixed_batches
         self._make = maker_of("partition" if subscription.transactional else subscription.ordered_by, bundled)
         self._committer: asyncio.Task[None] | None = None
+        self._waiting = Waiting(opening.topic.name)
+        self._sent: set[tuple[Part, int]] = set()  # published again by a settlement that is being repeated
         self._served: set[TopicPartition] = set()
         self._over: deque[KafkaDelivery] = deque()
         self._average = 0.0  # bytes of a record's value
@@ -66,13 +78,14 @@ class KafkaSource(Source):
 
     async def reopen(self) -> None:
         """See `Source.reopen`: a new member of the group. What is out survives nothing of that."""
-        if self._closed:
-            raise BrokerClosed("this subscription to Kafka was closed")
+        self._require_open()
         await self._leave()
         self.group = await self._opening.join()
-        if self._closed:
+        try:
+            self._require_open()  # still
+        except BrokerClosed:
             await self._leave()
-            raise BrokerClosed("this subscription to Kafka was closed")
+            raise
         self._committer = asyncio.get_running_loop().create_task(self._keep_committing(self.group))
 
     async def _keep_committing(self, group: Membership) -> None:
@@ -104,13 +117,14 @@ class KafkaSource(Source):
         return ()
 
     def _from_before(self, limit: int, max_bytes: int) -> list[KafkaDelivery]:
-        """What the last getmany brought beyond the budget."""
-        found: list[KafkaDelivery] = []
+        """What the last getmany brought beyond the budget, and what has waited long enough."""
+        found = self._waiting.due(time.time(), limit) if self._waiting else []
+        max_bytes -= sum(len(delivery.body) for delivery in found)
         while self._over and len(found) < limit and (max_bytes > 0 or not found):
             delivery = self._over.popleft()
             if delivery.part.live:
                 found.append(delivery)
-                max_bytes -= len(delivery.body or b"")
+                max_bytes -= len(delivery.body)
         return found
 
     async def _read(self, limit: int, max_bytes: int) -> list[KafkaDelivery]:
@@ -133,7 +147,10 @@ class KafkaSource(Source):
         for tp, some in records.items():
             part = group.parts[tp]
             part.hold(some)
-            found += self._make(part, some)
+            if tp.topic == self._opening.retry_name:
+                found += self._waiting.take(part, some, time.time())
+            else:
+                found += self._make(part, some)
         return self._within(found, max_bytes)
 
     async def _getmany(self, most: int) -> dict[TopicPartition, list[Any]]:
@@ -153,7 +170,7 @@ class KafkaSource(Source):
         """Those that fit; the others wait here. Bodies are only measured while their sum may come to matter."""
         if not found or max_bytes > 4 * self._average * MOST > 0:
             return found
-        sizes = [len(delivery.body or b"") for delivery in found]
+        sizes = [len(delivery.body) for delivery in found]
         self._average = max(self._average * 0.9, sum(sizes) / len(sizes), 1.0)
         if sum(sizes) <= max_bytes:
             return found
@@ -202,7 +219,7 @@ class KafkaSource(Source):
         self._require_open()
         for settlement in settlements:
             if settlement.outcome is not ACK:
-                settlements = await self._settle_odd(settlements)
+                await self._settle_odd(settlements)
                 break
         errors: list[SettleError] = []
         for settlement in settlements:
@@ -216,12 +233,33 @@ class KafkaSource(Source):
             group.tick.set()
         return errors
 
-    async def _settle_odd(self, settlements: Sequence[Settlement]) -> Sequence[Settlement]:
-        """Some of it is no plain acknowledgement: refuse what a log cannot do, before anything of it is done."""
+    async def _settle_odd(self, settlements: Sequence[Settlement]) -> None:
+        """Some of it is no plain acknowledgement: refuse what a log cannot do before anything is done, and publish what
+        is to come later before anything is settled. When that fails, the whole group is settled again."""
+        retry = self._opening.retry_name
+        again: list[tuple[KafkaDelivery, float]] = []
         for settlement in settlements:
-            if not isinstance(settlement.outcome, Ack | Drop):
-                raise Unsupported(f"Kafka cannot settle with {settlement.outcome!r}: a log only moves on")
-        return settlements
+            delivery, outcome = settlement.delivery, settlement.outcome
+            if isinstance(outcome, Retry) and retry is not None:
+                assert isinstance(delivery, KafkaDelivery)
+                if delivery.part.live and (delivery.part, delivery.offset) not in self._sent:
+                    again.append((delivery, outcome.after or 0.0))
+            elif not isinstance(outcome, Ack | Drop):
+                raise Unsupported(f"Kafka cannot settle with {outcome!r}: a log only moves on")
+        if again and retry is not None:
+            await self._send_again(again, retry)
+        self._sent.clear()
+
+    async def _send_again(self, again: Sequence[tuple[KafkaDelivery, float]], topic: str) -> None:
+        answers = await self._opening.publish([again_later(delivery, topic, after) for delivery, after in again])
+        failed: PublishError | None = None
+        for (delivery, _), error in zip(again, answers or [None] * len(again), strict=True):
+            if error is None:
+                self._sent.add((delivery.part, delivery.offset))
+            else:
+                failed = error
+        if failed is not None:
+            raise BrokerUnavailable(f"{self._subscription!r}: publishing to its retry topic: {failed}") from failed
 
     def _not_ours(self, delivery: Delivery) -> SettleError:
         assert isinstance(delivery, KafkaDelivery)
@@ -230,6 +268,17 @@ class KafkaSource(Source):
             return StaleDelivery(delivery, "settled already")
         where = f"{delivery.part.tp.topic}-{delivery.part.tp.partition}"
         return PartitionRevoked(delivery, f"partition {where} was taken away before it was settled")
+
+    # -- seek
+
+    async def seek(self, to: Position) -> None:
+        """See `Source.seek`. The partitions of its topic that are ours; what waits in a retry topic stays."""
+        self._require_open()
+        group = self.group
+        wanted = await self._opening.offsets_of(to, [tp for tp in group.parts if tp.topic != self._opening.retry_name])
+        if isinstance(to, Mapping) and (strange := sorted(set(to) - {tp.partition for tp in wanted})):
+            raise ValueError(f"{self._subscription!r}: partitions {strange} are not this process's")
+        await group.move(wanted)
 
     # -- the end
 
@@ -268,6 +317,7 @@ class KafkaSource(Source):
             await asyncio.wait([self._committer])
         group.drop_all()
         self._over.clear()
+        self._waiting.clear()
         await group.consumer.end(CLOSE)
 
     def health(self) -> Health:

@@ -58,6 +58,11 @@ class Topic(msgspec.Struct, frozen=True):
         found += self._start_mistakes()
         if self.retry_topic:
             found += self._retry_mistakes(subscription)
+        if subscription.transactional and (self.mixed_batches or self.partitions is not None):
+            found.append(
+                "Topic(mixed_batches=True) or Topic(partitions=..) with transactional=True: a transaction belongs to "
+                "one partition, which the group has given us"
+            )
         return found
 
     def _pattern_mistakes(self) -> list[str]:
@@ -89,8 +94,8 @@ class Topic(msgspec.Struct, frozen=True):
             found.append("Topic(retry_topic=..): needs a topic of one name, read as a group")
         if subscription.ordered_by is not None and not self.overtaking:
             found.append(
-                f"Topic(retry_topic=..) with ordered_by={subscription.ordered_by!r}: later messages would pass one that "
-                "waits; drop one of the two, or allow it with overtaking=True"
+                f"Topic(retry_topic=..) with ordered_by={subscription.ordered_by!r}: later messages would pass one "
+                "that waits; drop one of the two, or allow it with overtaking=True"
             )
         if subscription.transactional:
             found.append("Topic(retry_topic=..) with transactional=True: a transaction keeps its partition's order")
