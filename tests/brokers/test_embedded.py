@@ -565,6 +565,19 @@ async def test_a_user_that_hangs_while_it_starts_the_server_is_named(home: Path)
         await first.leave()
 
 
+def test_an_interrupted_start_gives_the_turn_back_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(delay: float) -> None:
+        raise KeyboardInterrupt
+
+    user = Shared(home, patience=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("streamfw_postgres._embedded_steps.time.sleep", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            run(user.join(_forever))
+    run(user.leave(_nothing))
+    assert caught.tb is not None  # which holds the frames of what was interrupted
+
+
 def _forever() -> Steps:
     while True:
         yield 0.01
