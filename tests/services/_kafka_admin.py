@@ -46,6 +46,7 @@ async def create_topic(bootstrap: str, name: str, partitions: int, copies: int, 
 async def exercise(bootstrap: str) -> None:
     """Use what most clients use of a server once: write a record, read it in a group, commit."""
     await create_topic(bootstrap, "exercise", 1, 1, {})
+    await coordinator(bootstrap, "exercise")
     async with AIOKafkaProducer(bootstrap_servers=bootstrap, enable_idempotence=True) as producer:
         await producer.send_and_wait("exercise", b"value", key=b"key")
     consumer = AIOKafkaConsumer(

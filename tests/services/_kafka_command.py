@@ -18,6 +18,9 @@ from ._kafka_java import KafkaServerError
 
 __all__ = ["app"]
 
+URL = "TEST_KAFKA_URL"
+"""The environment variable; one that begins with STREAMFW_ would be a setting of the app that the command runs."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
@@ -35,7 +38,7 @@ def fetch() -> None:
 def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND...")]) -> None:
     """Start a node, run COMMAND, stop the node, and exit with COMMAND's code.
 
-    In its arguments {url} becomes the node's URL, which is also in the environment as STREAMFW_TEST_KAFKA. Signals are
+    In its arguments {url} becomes the node's URL, which is also in the environment as TEST_KAFKA_URL. Signals are
     passed on to it; it does not read from the terminal.
     """
     signals = _Signals()
@@ -68,7 +71,7 @@ class _Signals:
             # In a process group of its own: a terminal sends Ctrl-C to our group, and it would get that one twice.
             self._command = subprocess.Popen(
                 [argument.replace("{url}", url) for argument in command],
-                env={**os.environ, "STREAMFW_TEST_KAFKA": url},
+                env={**os.environ, URL: url},
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                 process_group=0,
             )

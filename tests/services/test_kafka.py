@@ -370,7 +370,7 @@ class Command:
 
 
 def test_a_command_has_a_node_while_it_runs(temporary: Path) -> None:
-    code, out, err = Command(temporary, "sh", "-c", 'echo "$STREAMFW_TEST_KAFKA" "$0"; exit 3', "<{url}?x>").ended()
+    code, out, err = Command(temporary, "sh", "-c", 'echo "$TEST_KAFKA_URL" "$0"; exit 3', "<{url}?x>").ended()
     assert (code, err) == (3, "")
     first, second = out.split()
     assert first.startswith("kafka://127.0.0.1:")
