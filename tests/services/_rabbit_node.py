@@ -2,8 +2,8 @@
 
 What a node is and does is in its directory, so that any process can find, signal and stop it: ``ports``, ``password``,
 ``rabbitmq.conf``, ``pid``, ``server.log``, ``data``. The directory is also the node's ``HOME``: there Erlang puts its
-cookie, and by it all of the node's processes are known (the server's and those it starts: erl_child_setup, inet_gethost,
-and epmd, which goes on when the node ends).
+cookie, and by it all of the node's processes are known: the server's and those it starts (erl_child_setup,
+inet_gethost, and epmd, which goes on when the node ends).
 
 The variables are those of https://www.rabbitmq.com/docs/configure. Debian's programs in ``/usr/sbin`` change to the
 package's account and read ``/etc/rabbitmq``; those in ``/usr/lib/rabbitmq/bin`` do neither.
@@ -44,12 +44,12 @@ _children: dict[int, subprocess.Popen[bytes]] = {}
 
 def programs() -> Path:
     """The directory of RabbitMQ's programs. Raises `RabbitServerError` if they are missing."""
-    directory = Path(os.environ.get("STREAMFW_TEST_RABBITMQ_PROGRAMS") or "/usr/lib/rabbitmq/bin")
+    directory = Path(os.environ.get("TEST_RABBITMQ_PROGRAMS") or "/usr/lib/rabbitmq/bin")
     missing = [name for name in ("rabbitmq-server", "rabbitmqctl") if not (directory / name).is_file()]
     if missing:
         raise RabbitServerError(
             f"the tests need RabbitMQ, and {directory} lacks {', '.join(missing)}: apt-get install rabbitmq-server "
-            "(or set STREAMFW_TEST_RABBITMQ_PROGRAMS to the directory of its programs)"
+            "(or set TEST_RABBITMQ_PROGRAMS to the directory of its programs)"
         )
     if shutil.which("erl") is None:
         raise RabbitServerError("the tests need Erlang for RabbitMQ, and no erl is on the PATH: apt-get install erlang")
@@ -113,6 +113,7 @@ class Node:
         conf.write_text("".join(f"{key} = {value}\n" for key, value in lines.items()))
         (self.home / "enabled_plugins").write_text(f"[{','.join(plugins)}].\n")
         shutil.copyfile(SCRIPT, self.home / SCRIPT.name)
+        remembered(self.home / ".erlang.cookie", lambda: secrets.token_hex(20))  # else Erlang makes one, less random
 
     def _settings(self) -> dict[str, str]:
         ports, tls = self.ports, self.ca.parent
@@ -150,7 +151,7 @@ class Node:
             "RABBITMQ_MNESIA_BASE": str(home / "data"),
             "RABBITMQ_LOG_BASE": str(home),
             "RABBITMQ_LOGS": "-",
-            "RABBITMQ_PID_FILE": str(home / "pid"),
+            "RABBITMQ_PID_FILE": str(home / "rabbitmq.pid"),  # removed when it shuts down; ours stays
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
             "RABBITMQ_CONFIG_FILE": str(home / "rabbitmq.conf"),
             "RABBITMQ_CONFIG_FILES": str(home / "conf.d"),  # not what is in /etc/rabbitmq
@@ -162,6 +163,10 @@ class Node:
             "RABBITMQ_CTL_DIST_PORT_MIN": str(ports.tools),
             "RABBITMQ_CTL_DIST_PORT_MAX": str(ports.tools + 9),
         }
+
+    def forget(self) -> None:
+        """Remove all that it has."""
+        shutil.rmtree(self.home, ignore_errors=True)
 
     # ------------------------------------------------------------------ running
 
@@ -222,7 +227,10 @@ class Node:
 
     def ending(self) -> Steps:
         """End all its processes at once (SIGKILL)."""
-        while left := self.processes():
+        looks = 2  # one that just starts another program shows no environment for a moment
+        while looks:
+            left = self.processes()
+            looks = 2 if left else looks - 1
             for process in left:
                 try:
                     process.kill()
@@ -236,19 +244,17 @@ class Node:
             del _children[pid]
         try:
             process = psutil.Process(int((self.home / "pid").read_text()))
-            return process if self._owns(process) else None
+            # It shows no environment for a moment when it becomes the next program on the way to Erlang.
+            ours = process.environ().get("HOME", str(self.home)) == str(self.home)
+            return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
         except (OSError, ValueError, psutil.Error):
             return None
 
     def processes(self) -> list[psutil.Process]:
         """All processes that run for the node."""
-        return [process for process in psutil.process_iter() if self._owns(process)]
-
-    def _owns(self, process: psutil.Process) -> bool:
-        try:
-            return bool(process.environ().get("HOME") == str(self.home)) and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        found = psutil.process_iter(["environ", "status"])
+        ours = [each for each in found if (each.info["environ"] or {}).get("HOME") == str(self.home)]
+        return [each for each in ours if each.info["status"] != psutil.STATUS_ZOMBIE]
 
     def signal(self, number: signal.Signals) -> None:
         process = self.process()
