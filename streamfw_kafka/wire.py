@@ -10,9 +10,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from streamfw.message import Headers, Outgoing
+from streamfw.message import Headers, Outgoing, Tombstone
 
-__all__ = ["MESSAGE_ID", "encoded", "key_of", "message_id_of", "murmur2", "visible_headers"]
+__all__ = ["MESSAGE_ID", "Pairs", "encoded", "key_of", "message_id_of", "murmur2", "value_of", "visible_headers"]
 
 MESSAGE_ID: Final = "streamfw-message-id"
 
@@ -46,6 +46,11 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def value_of(body: bytes | None) -> bytes | None:
+    """A record's value: a null for a tombstone, which is another thing than no bytes."""
+    return None if body is None or isinstance(body, Tombstone) else body
 
 
 def key_of(key: bytes | None) -> str | None:

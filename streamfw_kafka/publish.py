@@ -1,0 +1,240 @@
+"""Publishing: what can be sent at all, to which topic, and an answer for each message.
+
+How it is sent is in `sending`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any, Final
+
+from streamfw.errors import (
+    BrokerClosed,
+    BrokerError,
+    BrokerUnavailable,
+    PublishError,
+    Rejected,
+    TooLarge,
+    Unavailable,
+    Unroutable,
+)
+from streamfw.message import Outgoing
+
+from .admin import Leaders, MissingTopic, Topics
+from .errors import concerns_message
+from .sending import BATCH_BYTES, Call, Entry, Route, Sending
+from .settings import Settings
+from .wire import encoded, value_of
+
+__all__ = ["Publishing"]
+
+log = logging.getLogger("streamfw.kafka")
+
+_LIMIT: Final = "max.message.bytes"
+_SETTLING: Final = 5.0  # seconds after we first saw a topic in which not every node need know it
+_PACE: Final = 0.05  # seconds at least between two questions for leaders
+
+
+class Publishing:
+    """Publishes for one connection: idempotent, acknowledged by all replicas in sync. Nothing is connected before the
+    first message."""
+
+    def __init__(self, settings: Settings, topics: Topics) -> None:
+        self._settings, self._topics = settings, topics
+        self._routes: dict[str, Route] = {}
+        self._finding: dict[str, asyncio.Task[tuple[type[PublishError], BrokerError] | None]] = {}
+        self._sending: Sending | None = None
+        self._stale: asyncio.Event
+        self._watching: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+        """One answer for each message, in order; empty when all are stored. Raises `BrokerClosed`.
+
+        Messages of one key (and topic) are stored in the order given. The answer is there within `publish_timeout`;
+        looking for a topic that is new to us may take as long again.
+        """
+        self._check_open()
+        routes, unknown = self._routes, {}
+        for message in messages:
+            if message.name not in routes:
+                unknown = await self._found({message.name for message in messages} - routes.keys())
+                self._check_open()
+                break
+        if not messages:
+            return ()
+        call = Call(len(messages))
+        for place, message in enumerate(messages):
+            route = routes.get(message.name)
+            if route is not None:
+                self._add(route, call, place, message)
+            else:
+                kind, error = unknown[message.name]
+                self._fail(call, place, message, kind, str(error), error)
+        await call.done
+        errors = call.errors
+        return () if errors is None else [errors.get(place) for place in range(len(messages))]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BrokerClosed("the connection to Kafka was closed")
+
+    def _add(self, route: Route, call: Call, place: int, message: Outgoing) -> None:
+        body: bytes | None = message.body
+        if type(body) is not bytes:
+            body = value_of(body)
+            if body is None and message.key is None:
+                self._fail(call, place, message, Rejected, "a tombstone without a key would delete nothing")
+                return
+        if body is not None and len(body) > self._settings.max_body:
+            text = f"its body of {len(body)} bytes is larger than max_body={self._settings.max_body}"
+            self._fail(call, place, message, TooLarge, text)
+            return
+        if message.delay and not message.delay < 0:
+            self._fail(call, place, message, Rejected, f"delay={message.delay!r}: Kafka has no delayed publishing")
+            return
+        try:
+            key, headers = encoded(message)
+        except ValueError as error:
+            self._fail(call, place, message, Rejected, str(error))
+            return
+        assert self._sending is not None  # it comes with the first route
+        self._sending.add(route, (call, place, message), key, body, headers)
+
+    @staticmethod
+    def _fail(
+        call: Call, place: int, message: Outgoing, kind: type[PublishError], text: str, cause: BrokerError | None = None
+    ) -> None:
+        error = kind(text, name=message.name, message_id=message.message_id)
+        error.__cause__ = cause
+        call.answer(place, error)
+
+    # -- topics
+
+    async def _found(self, names: set[str]) -> dict[str, tuple[type[PublishError], BrokerError]]:
+        """Find the routes of these topics; return why there is none for others. Calls that wait for the same topic wait
+        together."""
+        for name in names:
+            if name not in self._finding:
+                self._finding[name] = task = asyncio.create_task(self._find(name), name=f"streamfw kafka topic {name}")
+                task.add_done_callback(partial(self._end_finding, name))
+        waited = {name: self._finding[name] for name in names}
+        await asyncio.wait(waited.values())
+        for task in waited.values():
+            if task.cancelled():
+                raise BrokerClosed("the connection to Kafka was closed")
+        return {name: failure for name, task in waited.items() if (failure := task.result()) is not None}
+
+    def _end_finding(self, name: str, task: asyncio.Task[Any]) -> None:
+        del self._finding[name]
+
+    async def _find(self, name: str) -> tuple[type[PublishError], BrokerError] | None:
+        loop = asyncio.get_running_loop()
+        end, pause = loop.time() + self._settings.publish_timeout, _PACE
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    leaders = await self._topics.ensure(name)
+            except MissingTopic as error:
+                return Unroutable, error
+            except BrokerError as error:
+                if not error.transient:
+                    return Rejected if concerns_message(error) or error.__cause__ is None else Unavailable, error
+                if loop.time() + pause > end:
+                    return Unavailable, error
+            except TimeoutError:
+                return Unavailable, BrokerUnavailable(f"Kafka: asking for topic {name!r}: no answer in time")
+            else:
+                self._begin()
+                self._routes[name] = Route(name, leaders, loop.time())
+                return None
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    def _begin(self) -> None:
+        if self._sending is None:
+            self._sending = Sending(self._topics.nodes, self._settings, self._told_stale, self._told_too_large)
+            self._stale = asyncio.Event()
+            self._watching = asyncio.create_task(self._watch(), name="streamfw kafka leaders")
+
+    def _told_stale(self, route: Route) -> None:
+        self._stale.set()
+
+    async def _watch(self) -> None:
+        """Ask for the leaders of all our topics from time to time, and at once where one has moved."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.metadata_age):
+                    await self._stale.wait()
+            except TimeoutError:
+                pass
+            self._stale.clear()
+            try:
+                found = await self._topics.look(list(self._routes), strict=False)
+                for name, leaders in found.items():
+                    self._heard(name, leaders)
+            except BrokerUnavailable:
+                pass  # whoever waits hears of it by his own time-out
+            except BrokerError as error:
+                log.warning("Kafka: the leaders of topics are not known: %s", error)
+            except Exception:  # of ours: without this task nothing would ever find a leader that moved
+                log.exception("Kafka: looking for the leaders of topics")
+            await asyncio.sleep(_PACE)
+
+    def _heard(self, name: str, leaders: Leaders | None) -> None:
+        route = self._routes[name]
+        if leaders is not None:
+            route.heard(leaders)
+        elif asyncio.get_running_loop().time() - route.since > _SETTLING:
+            route.gone = True
+            del self._routes[name]
+
+    # -- too large
+
+    def _told_too_large(self, route: Route, entry: Entry, error: BrokerError) -> None:
+        self._ask(self._tell_too_large(route, entry, error))
+
+    def _ask(self, question: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(question)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _tell_too_large(self, route: Route, entry: Entry, error: BrokerError) -> None:
+        call, place, message = entry
+        limit = None
+        try:
+            limit = await self._limit(route)
+        finally:
+            named = f"larger than {_LIMIT}={limit}" if limit else f"too large for {_LIMIT}"
+            text = f"its record, with a body of {len(message.body or b'')} bytes, is {named} of topic {route.name!r}"
+            self._fail(call, place, message, TooLarge, text, error)
+
+    async def _limit(self, route: Route) -> int | None:
+        """What the topic takes. Batches for it become no larger from now on."""
+        try:
+            value = await self._topics.config(route.name, _LIMIT)
+        except BrokerError:  # we may lack the right to ask
+            return None
+        if value is None or not value.isdecimal():
+            return None
+        route.limit = min(BATCH_BYTES, int(value))
+        return int(value)
+
+    # -- the end
+
+    async def close(self, deadline: float) -> None:
+        """Let go out what was published, until `deadline` (of the loop's clock, in seconds); what is left then gets its
+        answer. Twice is once."""
+        self._closed = True
+        for task in self._finding.values():
+            task.cancel()
+        if self._sending is not None:
+            await self._sending.close(deadline)
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+        for task in [*self._asking, *([self._watching] if self._watching else [])]:
+            task.cancel()
