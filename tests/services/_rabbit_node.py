@@ -101,12 +101,12 @@ class Node:
 
     # ------------------------------------------------------------------ making
 
-    def configure(self, settings: Mapping[str, str], plugins: Sequence[str]) -> None:
-        """Make its directory. `settings` are lines for rabbitmq.conf beside those it has anyway."""
-        self.home.mkdir(mode=0o700, exist_ok=True)
-        if not self.ca.exists():
-            self.ca.parent.mkdir(mode=0o700, exist_ok=True)
-            make_certificates(self.ca.parent)
+    def make(self, settings: Mapping[str, str], plugins: Sequence[str]) -> None:
+        """Make its directory, new. `settings` are lines for rabbitmq.conf beside those it has anyway."""
+        shutil.rmtree(self.home, ignore_errors=True)
+        self.home.mkdir(mode=0o700)
+        self.ca.parent.mkdir(mode=0o700)
+        make_certificates(self.ca.parent)
         lines = {**self._settings(), **settings}
         conf = self.home / "rabbitmq.conf"
         conf.touch(mode=0o600)
@@ -163,10 +163,6 @@ class Node:
             "RABBITMQ_CTL_DIST_PORT_MIN": str(ports.tools),
             "RABBITMQ_CTL_DIST_PORT_MAX": str(ports.tools + 9),
         }
-
-    def forget(self) -> None:
-        """Remove all that it has."""
-        shutil.rmtree(self.home, ignore_errors=True)
 
     # ------------------------------------------------------------------ running
 

@@ -131,7 +131,8 @@ class RabbitService(Service):
             yield from self.node.starting()
             return
         for last in (False, False, True):
-            self.node.configure(self._settings, self._plugins)
+            yield from self._end()  # what a user left that was killed here, or the last attempt
+            self.node.make(self._settings, self._plugins)
             try:
                 yield from self.node.starting()
                 break
@@ -139,8 +140,6 @@ class RabbitService(Service):
                 # Between our look for a free port and the server's use of it somebody else may take it.
                 if last or not any(words in self.node.said() for words in ("eaddrinuse", "in use")):
                     raise
-                yield from self._end()
-                self.node.forget()
         (self.home / "ready").touch()
 
     def _end(self) -> Steps:
