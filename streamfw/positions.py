@@ -97,6 +97,11 @@ class Watermark:
         self._open -= 1
         return True
 
+    def open_below(self, position: int) -> int:
+        """How many positions below `position` are open. Looks at each byte: for rare questions."""
+        count = self._ring.count(1, 0, max(0, position - self._base))
+        return count + sum(ring.count(1, 0, max(0, position - base)) for base, ring in self._later)
+
     @property
     def position(self) -> int:
         """The lowest position that is open, or `end`: what may be committed. Never goes back."""

@@ -51,6 +51,7 @@ class KafkaBroker(Broker):
         settlement="positional",
         ordered_by=frozenset({"key", "partition"}),
         prefetch=500,
+        transactions=True,
         seek=True,
         tombstones=True,
         max_body=1_000_000,

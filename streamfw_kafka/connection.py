@@ -15,6 +15,7 @@ from .publish import Publishing
 from .settings import Settings
 from .source import KafkaSource
 from .topic import topic_of
+from .transactions import Transactions
 
 __all__ = ["KafkaConnection", "subscription_mistakes"]
 
@@ -44,10 +45,15 @@ class KafkaConnection(Connection):
         self._check_open()
         if mistakes := list(subscription_mistakes(subscription)):
             raise BrokerRefused(f"{subscription!r}: {'; '.join(mistakes)}")
-        source = KafkaSource(Opening(subscription, self.settings, self.topics, self.publishing.publish))
+        transactions = self._transactions(subscription) if subscription.transactional else None
+        source = KafkaSource(Opening(subscription, self.settings, self.topics, self.publishing.publish, transactions))
         self._sources.append(source)
         await source.reopen()
         return source
+
+    def _transactions(self, subscription: Subscription) -> Transactions:
+        group = subscription.group
+        return Transactions(self, self.settings, self.topics, group, topic_of(subscription).transactional_id or group)
 
     async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
         """See `Connection.publish`."""

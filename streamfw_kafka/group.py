@@ -55,7 +55,7 @@ First = Callable[[Collection[TopicPartition]], Awaitable[dict[TopicPartition, in
 
 class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore]
     """The partitions of one consumer. `first` tells where partitions without a committed offset begin; `fence` is
-    awaited with partitions that are new to us, before their committed offsets are read."""
+    awaited with them all before their committed offsets are read."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         """Begin, or go on, with these partitions and no others."""
         consumer = self.consumer
         if self._fence is not None:
-            await self._fence([tp for tp in assigned if tp not in self.parts])
+            await self._fence(assigned)
         committed = await consumer.committed_offsets(assigned) if assigned else {}
         unknown = [tp for tp in assigned if tp not in committed and not self._keeps(tp, UNKNOWN)]
         first = await self._first(unknown) if unknown else {}

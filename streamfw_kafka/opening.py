@@ -22,6 +22,7 @@ from .errors import translated
 from .group import Membership
 from .settings import Settings, client_arguments
 from .topic import Topic, topic_of
+from .transactions import Transactions
 
 __all__ = ["Opening"]
 
@@ -31,7 +32,7 @@ EARLIEST, LATEST = "earliest", "latest"
 
 
 class Opening:
-    """Joins the group of one subscription, as often as it must be joined. `fence`: see `Membership`."""
+    """Joins the group of one subscription, as often as it must be joined."""
 
     def __init__(
         self,
@@ -39,9 +40,10 @@ class Opening:
         settings: Settings,
         topics: Topics,
         publish: Publish,
-        fence: Callable[[Collection[TopicPartition]], Awaitable[None]] | None = None,
+        transactions: Transactions | None = None,
     ) -> None:
-        self.subscription, self.settings, self.topics, self._fence = subscription, settings, topics, fence
+        self.subscription, self.settings, self.topics = subscription, settings, topics
+        self.transactions = transactions
         self.publish = publish
         self.topic: Topic = topic_of(subscription)
         self.retry_name = self.topic.retry_name(subscription.group)
@@ -60,7 +62,7 @@ class Opening:
             self.subscription,
             self.settings,
             first=self._first,
-            fence=self._fence,
+            fence=None if self.transactions is None else self.transactions.fence,
             manual=self.topic.partitions is not None,
         )
         try:

@@ -46,6 +46,7 @@ from .errors import translated
 from .group import Membership
 from .opening import Opening
 from .retry import Waiting, again_later
+from .transactions import Unit
 
 __all__ = ["KafkaSource"]
 
@@ -269,6 +270,13 @@ class KafkaSource(Source):
         where = f"{delivery.part.tp.topic}-{delivery.part.tp.partition}"
         return PartitionRevoked(delivery, f"partition {where} was taken away before it was settled")
 
+    def transaction(self, deliveries: Sequence[Delivery]) -> Unit:
+        """See `Source.transaction`: Kafka to Kafka. Its `connection` is the partition's transactional producer."""
+        transactions = self._opening.transactions
+        if transactions is None:
+            raise Unsupported(f"{self._subscription!r}: it was not opened with transactional=True")
+        return Unit(self, transactions, [d for d in deliveries if isinstance(d, KafkaDelivery)])
+
     # -- seek
 
     async def seek(self, to: Position) -> None:
@@ -319,6 +327,8 @@ class KafkaSource(Source):
         self._over.clear()
         self._waiting.clear()
         await group.consumer.end(CLOSE)
+        if self._opening.transactions is not None:
+            await self._opening.transactions.close()
 
     def health(self) -> Health:
         """See `Source.health`."""
