@@ -8,32 +8,17 @@ WORKERS ?= 2
 
 .PHONY: demo test soak lint bench docs clean
 
-.venv/.base: pyproject.toml scripts/setup
-	scripts/setup base
+.venv/.%: pyproject.toml scripts/setup
+	scripts/setup $*
 	touch $@
 
-.venv/.kafka: pyproject.toml scripts/setup
-	scripts/setup kafka
-	touch $@
-
-.venv/.kafka-server: pyproject.toml scripts/setup
-	scripts/setup kafka-server
-	touch $@
-
-.venv/.test: pyproject.toml scripts/setup
-	scripts/setup test
-	touch $@
-
-.venv/.bench: pyproject.toml scripts/setup
-	scripts/setup bench
-	touch $@
-
-# BROKER=kafka: on a Kafka node that runs as long as the demo does. Any URL: on that broker.
-ifeq ($(BROKER),kafka)
-demo: .venv/.kafka-server
-	$(PY) -m tests.services.kafka run -- $(PY) -m examples.webhooks --broker '{url}?create_topics=true'
+# BROKER=kafka, BROKER=rabbit: on a node of that server that runs as long as the demo does. Any URL: on that broker.
+ifneq ($(filter kafka rabbit,$(BROKER)),)
+OPTIONS_kafka := ?create_topics=true
+demo: .venv/.$(BROKER)-server
+	$(PY) -m tests.services.$(BROKER) run -- $(PY) -m examples.webhooks --broker '{url}$(OPTIONS_$(BROKER))'
 else
-demo: .venv/.$(if $(filter kafka%,$(BROKER)),kafka,base)
+demo: .venv/.$(if $(filter kafka%,$(BROKER)),kafka,$(if $(filter amqp%,$(BROKER)),rabbit,base))
 	$(PY) -m examples.webhooks --broker "$(BROKER)"
 endif
 
