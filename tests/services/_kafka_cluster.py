@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -24,7 +24,7 @@ from streamfw_postgres._embedded_steps import Steps, run
 from . import _kafka_admin as admin
 from . import _kafka_nodes as nodes
 from ._certificates import make_certificates
-from ._homes import Service, free_port, register, remembered
+from ._homes import Service, free_port, register, remembered, run_directory, running
 from ._kafka_java import Java, KafkaServerError, locked, programs
 from ._kafka_nodes import Login, Node
 
@@ -147,6 +147,7 @@ class Cluster(Service):
 
     def first_start(self, java: Java, options: Sequence[str] = ()) -> Steps:
         """Make the nodes' directories and start them; `options` are for their Java."""
+        yield from self._end()  # what another user left that was killed here
         for last in (False, False, True):
             self._make(java)
             try:
@@ -235,19 +236,24 @@ def ready_programs() -> Java:
 
 def _archive_classes(java: Java) -> None:
     unfinished = java.archive.with_suffix(".new")
-    options = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off", f"-XX:ArchiveClassesAtExit={unfinished}")
-    with tempfile.TemporaryDirectory(prefix="streamfw-kafka-") as name:
-        cluster = Cluster(ONE, Path(name))
-        try:
-            run(cluster.first_start(java, options))
-            _in_thread(admin.exercise(cluster.facts().bootstrap))
-            run(nodes.ending(cluster.nodes, patience=30.0))
-            unfinished.rename(java.archive)
-        except FileNotFoundError:
-            pass  # this Java makes no archive: nodes start slower
-        finally:
-            run(nodes.ending(cluster.nodes, patience=0.0))
-            unfinished.unlink(missing_ok=True)
+    unfinished.unlink(missing_ok=True)
+    with running(_Archived(java, unfinished)) as cluster:
+        _in_thread(admin.exercise(cluster.facts().bootstrap))
+        run(nodes.ending(cluster.nodes, patience=30.0))
+    if unfinished.exists():  # a Java that makes none only starts slower
+        unfinished.rename(java.archive)
+
+
+class _Archived(Cluster):
+    """A node that writes the archive when it shuts down."""
+
+    def __init__(self, java: Java, archive: Path) -> None:
+        super().__init__(ONE, run_directory(f"archive-{os.getpid()}") / ONE.name)
+        self._java = java
+        self._options = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off", f"-XX:ArchiveClassesAtExit={archive}")
+
+    def _start(self) -> Steps:
+        yield from self.first_start(self._java, self._options)
 
 
 def _choose_logins() -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """The nodes of a Kafka cluster: broker and KRaft controller in one process each, in directories of their own.
 
 What a node is and does is in its directory, so that any process can find, signal and stop it: ``server.properties``,
-``pid`` (written by the node's own process before it becomes Java), ``server.log`` and ``data``.
+``pid`` (of the process that makes ``data``, then of the server), ``server.log`` and ``data``.
 """
 
 from __future__ import annotations
@@ -170,26 +170,32 @@ class Node:
         users = [f"{each.mechanism}=[name={each.user},password={each.password}]" for each in scram]
         arguments = [word for user in users for word in ("--add-scram", user)]
         command = java.command("kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(self.settings), *arguments)
-        with self.log.open("ab") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log)
+        return self._run(command, said=False)  # it says what the users' logins are made of
 
     def launch(self, java: Java, *, megabytes: int, options: Sequence[str] = ()) -> None:
-        """Start its process, in a session of its own: what a terminal sends to the tests is not for it."""
+        """Start its process."""
         # Java unpacks native libraries into its temporary directory, and a killed one leaves them there.
         memory = ("-Xms64m", f"-Xmx{megabytes}m", f"-Djava.io.tmpdir={self.home}")
         command = java.command("kafka.Kafka", str(self.settings), options=(*memory, *options))
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(self.home / "pid"), *command],
-                cwd=self.home,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        process = self._run(command)
         _children[process.pid] = process
         while self.process() is None and process.poll() is None:
             time.sleep(0.001)  # until the shell wrote its number
+
+    def _run(self, command: Sequence[str], *, said: bool = True) -> subprocess.Popen[bytes]:
+        """Run it in a session of its own: what a terminal sends to the tests is not for it.
+
+        It writes its number itself, so that it can be found also if we are killed just now.
+        """
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(self.home / "pid"), *command],
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=log if said else subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def process(self) -> psutil.Process | None:
         """Its process, or none if it does not run."""

@@ -269,14 +269,32 @@ def nodes_in(directory: Path, main_class: str = "") -> list[int]:
     return [pid for pid, words in ours if not main_class or main_class in words]
 
 
-async def test_what_a_killed_run_left_is_removed_by_the_next(temporary: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
+async def use_in(temporary: Path) -> asyncio.subprocess.Process:
+    """A process that uses the shared server of the run ``killed``."""
+    return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _USE),
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(temporary)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+
+
+@pytest.mark.parametrize("main_class", ["kafka.tools.StorageTool", "kafka.Kafka"])
+async def test_a_worker_that_is_killed_while_it_starts_the_server(temporary: Path, main_class: str) -> None:
+    process = await use_in(temporary)
+    await eventually(lambda: nodes_in(temporary, main_class))
+    process.kill()
+    await process.communicate()
+    with services.shared(ONE, services.run_directory("killed")) as server:
+        async with admin(server.bootstrap) as client:
+            assert (await client.describe_cluster())["brokers"]
+        assert len(nodes_in(temporary, "kafka.Kafka")) == 1
+    await eventually(lambda: nodes_in(temporary) == [])
+
+
+async def test_what_a_killed_run_left_is_removed_by_the_next(temporary: Path) -> None:
+    process = await use_in(temporary)
     assert process.stdout is not None
     assert (await process.stdout.readline()).startswith(b"127.0.0.1:")
     used = services.run_directory("next")  # while the other run lives, nothing happens
