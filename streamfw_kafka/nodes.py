@@ -95,19 +95,25 @@ class Nodes:
         what = f"connecting to {host}:{port}"
         try:
             connection = await create_conn(host, port, **self._arguments)
+            try:
+                metadata = await self.sent(connection, MetadataRequest([]))
+            finally:
+                connection.close()
         except DRIVER_ERRORS as error:
+            if isinstance(error, KafkaConnectionError | ConnectionResetError):
+                what += self._why_hung_up(error)
             raise translated(error, what) from error
-        try:
-            metadata = await self.sent(connection, MetadataRequest([]))
-        except DRIVER_ERRORS as error:
-            if isinstance(error, KafkaConnectionError) and not self._settings.username:
-                what += " (it hung up on us: does it want a login, or TLS?)"
-            raise translated(error, what) from error
-        finally:
-            connection.close()
         if not metadata.brokers:  # a cluster that has only begun to start
             raise translated(StaleMetadata("no node is up yet"), what)
         return metadata
+
+    def _why_hung_up(self, error: Exception) -> str:
+        """A server says nothing to who speaks another protocol; nor does one that stops, so it may yet work later."""
+        if self._settings.tls and isinstance(error, ConnectionResetError):
+            return " (it hung up on us: does it speak TLS at this port?)"
+        if not (self._settings.tls and self._settings.username):
+            return " (it hung up on us: does it want a login, or TLS?)"
+        return ""
 
     # -- connections
 

@@ -323,7 +323,8 @@ class Sending:
             lane.identity, lane.sequence = identity, 0
         batch.identity, batch.sequence = identity, lane.sequence
         batch.builder.set_producer_state(identity.number, identity.epoch, lane.sequence)
-        batch.data = data = batch.builder.build()
+        data: bytearray = batch.builder.build()
+        batch.data = data
         lane.sequence = (lane.sequence + len(batch.entries)) & 0x7FFFFFFF
         return data
 

@@ -244,10 +244,10 @@ def _host(text: str) -> str:
 
 def _query(rest: str) -> dict[str, Any]:
     path, _, query = rest.partition("?")
-    if "/" in path and path.partition("/")[2]:
-        raise ValueError(f"url: nothing belongs between the hosts and '?'; {_FORM}; {_ESCAPES}")
     if "#" in rest:
         raise ValueError(f"url: '#' has no meaning in it; {_ESCAPES}")
+    if "/" in path and path.partition("/")[2]:
+        raise ValueError(f"url: nothing belongs between the hosts and '?'; {_FORM}; {_ESCAPES}")
     found: dict[str, Any] = {}
     for part in query.split("&") if query else ():
         name, _, text = part.partition("=")
