@@ -14,7 +14,16 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Final
 
-__all__ = ["SEQUENCE_HEADER", "decode_table", "encode_table", "sequence", "sequence_entry", "short_string"]
+__all__ = [
+    "SEQUENCE_HEADER",
+    "decode_table",
+    "encode_table",
+    "seconds",
+    "sequence",
+    "sequence_entry",
+    "short_string",
+    "without_sequence",
+]
 
 SEQUENCE_HEADER: Final = "x-streamfw-seq"
 
@@ -64,6 +73,15 @@ def sequence(table: bytes) -> int | None:
     except _BROKEN:
         return None
     return value if type(value) is int else None
+
+
+def without_sequence(table: bytes) -> bytes:
+    """An encoded table without `SEQUENCE_HEADER`; all else byte for byte, where that header stands where we put it."""
+    if table[-_ENTRY_SIZE:-8] == _ENTRY:
+        table = table[:-_ENTRY_SIZE]
+    if _ENTRY in table:
+        return encode_table(decode_table(table))
+    return table
 
 
 def decode_table(table: bytes) -> dict[str, Any]:

@@ -220,7 +220,6 @@ class ChannelCounters(msgspec.Struct):
 class Channel(Protocol):
     """One AMQP channel. See the head of this module for what holds of all of it."""
 
-    transport: Transport
     number: int
     """Its number on the wire; used again by later channels."""
     epoch: int
@@ -231,10 +230,18 @@ class Channel(Protocol):
     """Called once, when it ends. Set it right after opening; when `closed` is set by then, it will not be called."""
     counters: ChannelCounters
 
+    @property
+    def transport(self) -> Transport:
+        """Which of the two it is."""
+        ...
+
     # Consuming
 
-    inbox: list[RawDelivery]
-    """What was delivered, in order. Take it by replacing it (`take`)."""
+    @property
+    def inbox(self) -> list[RawDelivery]:
+        """What was delivered and not taken yet, in order. For looking; see `take`."""
+        ...
+
     on_delivery: Callable[[], None] | None
     """Called after a read that brought deliveries, once, when the inbox was empty before it."""
     on_cancelled: Callable[[str], None] | None
@@ -290,8 +297,11 @@ class Channel(Protocol):
 
     # Publishing: on a channel opened with ``confirms=True``
 
-    unconfirmed: int
-    """How many publishes have no answer from the server yet, also those that their caller gave up on."""
+    @property
+    def unconfirmed(self) -> int:
+        """How many publishes have no answer from the server yet, also those that their caller gave up on."""
+        ...
+
     unconfirmed_bytes: int
     """The bytes of their bodies."""
     on_answers: Callable[[], None] | None

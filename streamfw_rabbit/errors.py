@@ -66,8 +66,9 @@ _CODES: Final[dict[type[BaseException], int]] = {
     driver.ChannelLockedResource: 405,
     driver.ChannelPreconditionFailed: 406,
 }
-# A durable queue whose node is away answers 404 as well, and comes back with its node.
-_PASSING: Final = re.compile("down or inaccessible|stopped by supervisor|is down|timeout", re.IGNORECASE)
+# A durable queue whose node is away answers 404 as well, and comes back with its node; a consumer that has a queue for
+# itself goes away, and then 403 does.
+_PASSING: Final = re.compile("down or inaccessible|stopped by supervisor|is down|timeout|exclusive use", re.IGNORECASE)
 _INEQUIVALENT: Final = re.compile(
     r"inequivalent arg '(?P<argument>[^']*)' for (?P<kind>queue|exchange) '(?P<name>.*)' in vhost '.*': "
     r"received (?P<declared>.*) but current is (?P<actual>.*)"
@@ -114,9 +115,7 @@ class TopologyMismatch(PreconditionFailed):
 
 def is_fatal(closed: Closed) -> bool:
     """Whether the answer to a call or a handshake will stay the same until a person acts."""
-    if closed.code == 404:
-        return not _PASSING.search(closed.text)
-    return closed.code in (403, 406, 530)
+    return closed.code in (403, 404, 406, 530) and not _PASSING.search(closed.text)
 
 
 def closing_error(closed: Closed, doing: str) -> BrokerError:
