@@ -76,7 +76,7 @@ class Delivery(Message, gc=False, kw_only=True):
     """A message as a source delivers it. A broker derives from it and adds its own handle (row, offset, tag).
 
     - `lane`: deliveries of one lane are handled one after another, in the order fetched. The source sets it by
-      `Subscription.ordered_by`: the key, the partition, or None (no order asked).
+      `Subscription.ordered_by`: the key (or what stands for it), the partition, or None (no order asked).
     - `attempt`: the source sets it, 1 the first, also where its counts are not durable. The runtime counts on in it
       where it tries again in place, so a source that needs the number keeps it in its handle.
     - `unit`: the transaction its handler runs in; set by the runtime, for the handler's time only.

@@ -272,6 +272,7 @@ class KafkaSource(Source):
 
     def transaction(self, deliveries: Sequence[Delivery]) -> Unit:
         """See `Source.transaction`: Kafka to Kafka. Its `connection` is the partition's transactional producer."""
+        self._require_open()
         transactions = self._opening.transactions
         if transactions is None:
             raise Unsupported(f"{self._subscription!r}: it was not opened with transactional=True")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ from ._kit import ConformanceKit, Member, bodies, errors_of, ids, numbered, outg
 
 class SettlementConformance(ConformanceKit):
     @asynccontextmanager
-    async def _one_taken(self, broker: Broker, name: str) -> AsyncIterator[tuple[Member, list[str]]]:
+    async def _one_taken(self, broker: Broker, name: str, **options: Any) -> AsyncIterator[tuple[Member, list[str]]]:
         """A member that has taken what the test settles, and after it the proof that nothing came back."""
-        async with self.member(broker, name) as member:
+        async with self.member(broker, name, **options) as member:
             yield member, await member.send(name, *numbered(3), key="one")
             await member.expect_nothing(self.quiet)
         async with self.member(self.another(broker), name) as successor:
@@ -216,7 +217,7 @@ class SettlementConformance(ConformanceKit):
     async def test_transactions_where_there_are_any(
         self, broker: Broker, name: str, capabilities: Capabilities
     ) -> None:
-        async with self._one_taken(broker, name) as (member, _):
+        async with self._one_taken(broker, name, transactional=capabilities.transactions) as (member, _):
             taken = await member.take(3)
             if not capabilities.transactions:
                 with pytest.raises(Unsupported):
