@@ -283,7 +283,7 @@ async def use_in(temporary: Path) -> asyncio.subprocess.Process:
 @pytest.mark.parametrize("main_class", ["kafka.tools.StorageTool", "kafka.Kafka"])
 async def test_a_worker_that_is_killed_while_it_starts_the_server(temporary: Path, main_class: str) -> None:
     process = await use_in(temporary)
-    await eventually(lambda: nodes_in(temporary, main_class))
+    await eventually(lambda: nodes_in(temporary, main_class), deadline=30.0)
     process.kill()
     await process.communicate()
     with services.shared(ONE, services.run_directory("killed")) as server:
@@ -423,6 +423,6 @@ def test_a_signal_is_the_commands_and_the_node_is_stopped(
 @pytest.mark.parametrize("main_class", ["kafka.tools.StorageTool", "kafka.Kafka"])
 def test_a_signal_before_the_command_runs_ends_it_all(temporary: Path, main_class: str) -> None:
     command = Command(temporary, "echo", "ran")
-    eventually_blocking(lambda: nodes_in(temporary, main_class))
+    eventually_blocking(lambda: nodes_in(temporary, main_class), deadline=30.0)
     command.process.send_signal(signal.SIGTERM)
     assert command.ended() == (143, "", "")
