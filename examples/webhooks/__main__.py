@@ -19,7 +19,9 @@ from .report import Report, show
 
 
 def main(
-    broker: Annotated[str, typer.Option(help="Where the messages go; memory:// or a Postgres.")] = "memory://",
+    broker: Annotated[
+        str, typer.Option(help="Where the messages go: memory://, or the URL of a server.")
+    ] = "memory://",
     rounds: Annotated[int, typer.Option(min=1, help="How often the 329 webhooks are published.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
 ) -> None:

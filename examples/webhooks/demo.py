@@ -1,7 +1,8 @@
 """The demo: publish, watch, kill a worker, compare.
 
-On Postgres the service runs in two processes. Its subscription is ordered, so one of them handles the messages and
-the other stands by; the one at work is killed half way. On memory all is in this process, and nothing is killed.
+The service runs in two processes, and one of them is killed half way. Its subscription is ordered: on Postgres and
+RabbitMQ one process handles the messages and the other stands by, on Kafka each has its partitions. On memory all is in
+this process, and nothing is killed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
@@ -18,8 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from streamfw import App, DeadLetters, Message
+from streamfw.broker import Subscription
 
 from .report import Report, make_report
+from .sqlite_store import open_sqlite_store
 from .store import Store
 from .traffic import Webhook, load, publish
 from .workers import Workers, running_workers
@@ -28,6 +33,7 @@ __all__ = ["DemoFailed", "demo", "progress_bar"]
 
 QUEUES: Final = "webhooks_example_queues"  # the broker's schema, the demo's own: nothing else is touched
 LEASE: Final = 5  # seconds until the messages of a dead worker are free
+SESSION: Final = 6  # seconds until Kafka believes a worker dead: what its servers allow at least
 PATIENCE: Final = 30.0  # seconds without progress
 
 
@@ -36,11 +42,14 @@ class DemoFailed(Exception):
 
 
 class Running(msgspec.Struct):
-    """The service at work: the app that publishes to it, its store, its processes (None: this one)."""
+    """The service at work: the app that publishes to it, its store, its processes (None: this one), the name that it
+    subscribes to, and when the messages of a killed worker come to the other."""
 
     publisher: App
     store: Store
     workers: Workers | None = None
+    name: str = "webhooks"
+    taken_over: str = ""
 
 
 async def demo(broker: str, rounds: int, console: Console, progress: Progress) -> Report:
@@ -50,8 +59,8 @@ async def demo(broker: str, rounds: int, console: Console, progress: Progress) -
     async with running_on(broker, description) as running:
         if running.workers is None:
             console.print("On memory everything is in one process, so no worker is killed.")
-        letters = await running.publisher.connection().dead_letters("webhooks.dead")
-        publishing = asyncio.ensure_future(publish(running.publisher, webhooks))
+        letters = await running.publisher.connection().dead_letters(f"{running.name}.dead")
+        publishing = asyncio.ensure_future(publish(running.publisher, running.name, webhooks))
         try:
             await watch(running, webhooks, letters, publishing, console, progress)
             await publishing
@@ -68,7 +77,7 @@ def running_on(broker: str, description: str) -> AbstractAsyncContextManager[Run
         return running_on_memory(broker)
     if broker.startswith("postgres"):
         return running_on_postgres(broker, description)
-    raise DemoFailed(f"{description}: the demo knows memory:// and Postgres")
+    return running_on_a_file(broker)
 
 
 @asynccontextmanager
@@ -108,7 +117,41 @@ async def running_on_postgres(broker: str, description: str) -> AsyncIterator[Ru
         store = await stack.enter_async_context(open_postgres_store(broker))
         publisher = await stack.enter_async_context(App(name="github").running())
         workers = await stack.enter_async_context(running_workers(2, environment))
-        yield Running(publisher, store, workers)
+        taken_over = f"when its lease of {LEASE} s has ended"
+        yield Running(publisher, store, workers, taken_over=taken_over)
+
+
+@asynccontextmanager
+async def running_on_a_file(broker: str) -> AsyncIterator[Running]:
+    """The service in two processes, on a broker that keeps no tables: its summary is in a new file, and the name it
+    subscribes to is new as well, so that nobody else's messages are touched."""
+    name = f"webhooks-example-{os.urandom(4).hex()}"
+    environment = {
+        "STREAMFW_BROKERS__DEFAULT__URL": broker,
+        "STREAMFW_WAIT": "10",  # seconds for a server that is away at start
+        "WEBHOOKS_NAME": name,
+    }
+    taken_over = "at once"
+    if broker.startswith("kafka"):
+        environment["STREAMFW_BROKERS__DEFAULT__SESSION_TIMEOUT"] = str(SESSION)
+        taken_over = f"when its session of {SESSION} s has ended"
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(TemporaryDirectory(prefix="webhooks-demo-"))
+        environment["WEBHOOKS_STORE"] = str(Path(directory) / "store.sqlite")
+        os.environ.update(environment)
+        store = await stack.enter_async_context(open_sqlite_store(environment["WEBHOOKS_STORE"]))
+        publisher = await stack.enter_async_context(App(name="github").running())
+        await register(publisher, name)
+        workers = await stack.enter_async_context(running_workers(2, environment))
+        yield Running(publisher, store, workers, name=name, taken_over=taken_over)
+
+
+async def register(publisher: App, name: str) -> None:
+    """Let the service's group be known before it runs: where nothing is kept for groups to come, a publish before that
+    would be refused. (And the dead letters' topic or queue is there, for whoever looks at it.)"""
+    subscription = Subscription(name, "webhooks", ordered_by="key", dead_letter=f"{name}.dead", attempts=5)
+    source = await publisher.connection().open(subscription)
+    await source.close()
 
 
 async def watch(
@@ -130,7 +173,7 @@ async def watch(
             ended, seen_at = now, loop.time()
             progress.update(task, completed=ended)
         if running.workers is not None:
-            await kill_half_way(running.workers, running.store, ended / len(webhooks), console)
+            await kill_half_way(running.workers, running, ended / len(webhooks), console)
         if publishing.done():
             publishing.result()
         if loop.time() - seen_at > PATIENCE:
@@ -138,8 +181,9 @@ async def watch(
             raise DemoFailed(f"{ended} of {len(webhooks)} webhooks, and no more within {PATIENCE:g} s{said}")
 
 
-async def kill_half_way(workers: Workers, store: Store, done: float, console: Console) -> None:
+async def kill_half_way(workers: Workers, running: Running, done: float, console: Console) -> None:
     """Kill the worker that handles the messages, once, when half of them are done, in the middle of one."""
+    store, taken_over = running.store, running.taken_over
     if words := workers.failed():
         raise DemoFailed(words)
     if done < 0.5 or workers.killed is not None or (worker := await store.last_worker()) is None:
@@ -150,7 +194,7 @@ async def kill_half_way(workers: Workers, store: Store, done: float, console: Co
 
     async with asyncio.timeout(PATIENCE):
         await workers.kill(worker, busy)
-    console.print(f"Worker {worker} is killed (SIGKILL); the other takes over when its lease of {LEASE} s has ended.")
+    console.print(f"Worker {worker} is killed (SIGKILL); the other takes over {taken_over}.")
 
 
 async def dead(letters: DeadLetters) -> list[Message]:

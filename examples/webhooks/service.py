@@ -17,6 +17,7 @@ from streamfw import App, Backoff, DeliveryField, Message, Next, State
 from .events import AnyEvent, handle
 from .store import Store, Stored, Unit, open_store
 
+NAME = os.environ.get("WEBHOOKS_NAME", "webhooks")
 WORKER = os.getpid()
 
 
@@ -43,14 +44,14 @@ url: str = app.settings.brokers.get("default", {}).get("url", "memory://")
 
 
 @app.subscriber(
-    "webhooks",
+    NAME,
     ordered_by="key",
     workers=8,
     attempts=5,
     backoff=Backoff(first=0.05, max=1.0),
-    # The summary's row and the end of the message in one commit, so that it is stored exactly once. Memory has no
-    # transactions, and asking for them there is an error: there, what makes a repeat harmless is the store alone.
-    transactional=not url.startswith("memory:"),
+    # On Postgres, the summary's row and the end of the message are one commit, so that it is stored exactly once.
+    # Elsewhere the summary is not where the messages are: what makes a repeat harmless there is the store alone.
+    transactional=url.startswith("postgres"),
 )
 async def webhook(
     event: AnyEvent,

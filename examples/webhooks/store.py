@@ -1,11 +1,12 @@
-"""Where the service keeps its summary: in memory, or in Postgres.
+"""Where the service keeps its summary: in memory, in Postgres, or in a file.
 
-Both are idempotent by message id: a webhook that is delivered twice is stored once. Beside the summary lies a journal
+All are idempotent by message id: a webhook that is delivered twice is stored once. Beside the summary lies a journal
 of deliveries, written outside the handler's transaction, so that it also tells of those that came to nothing.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -127,11 +128,17 @@ class MemoryStore(Store):
 
 @asynccontextmanager
 async def open_store(url: str) -> AsyncIterator[Store]:
-    """The store that goes with a broker's URL."""
+    """The store that goes with a broker's URL: where the messages are, if tables are there; else the file that
+    WEBHOOKS_STORE names."""
     if url.startswith("memory:"):
         yield MemoryStore()
-        return
-    from .postgres_store import open_postgres_store  # needs asyncpg, as the Postgres broker does
+    elif url.startswith("postgres"):
+        from .postgres_store import open_postgres_store  # needs asyncpg, as the Postgres broker does
 
-    async with open_postgres_store(url) as store:
-        yield store
+        async with open_postgres_store(url) as store:
+            yield store
+    else:
+        from .sqlite_store import open_sqlite_store
+
+        async with open_sqlite_store(os.environ.get("WEBHOOKS_STORE", "webhooks.sqlite")) as file:
+            yield file

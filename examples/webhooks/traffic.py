@@ -50,12 +50,12 @@ def by_owner(webhooks: Sequence[Webhook]) -> dict[str, list[Webhook]]:
     return owners
 
 
-async def publish(app: App, webhooks: Sequence[Webhook]) -> None:
+async def publish(app: App, name: str, webhooks: Sequence[Webhook]) -> None:
     """Publish them: the webhooks of one owner one after another, those of different owners at the same time."""
 
     async def in_order(mine: Sequence[Webhook]) -> None:
         for webhook in mine:
-            await app.publish("webhooks", webhook.body, key=webhook.owner, message_id=webhook.message_id)
+            await app.publish(name, webhook.body, key=webhook.owner, message_id=webhook.message_id)
 
     async with asyncio.TaskGroup() as tasks:
         for mine in by_owner(webhooks).values():
