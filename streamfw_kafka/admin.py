@@ -32,7 +32,7 @@ from .errors import translated
 from .nodes import Nodes
 from .settings import Settings
 
-__all__ = ["Group", "Leaders", "Member", "MissingTopic", "Topics", "response_error", "topic_name_mistake"]
+__all__ = ["Group", "Leaders", "Member", "MissingTopic", "Topics", "by_topic", "response_error", "topic_name_mistake"]
 
 T = TypeVar("T")
 Leaders: TypeAlias = "tuple[int, ...]"
@@ -210,7 +210,7 @@ class Topics:
             for _, code, said in response.topic_errors:
                 if code not in (0, _EXISTS):
                     raise response_error(code, said)
-            return await self._patiently(what, led)
+            return await self.patiently(what, led)
 
         async def led() -> Leaders:
             leaders = (await self.look([name]))[name]
@@ -219,7 +219,7 @@ class Topics:
             return leaders
 
         await self.nodes.learn() if not self.nodes.numbers else None
-        return await self._patiently(what, once)
+        return await self.patiently(what, once)
 
     def _controller(self) -> int | None:
         return self.nodes.controller if self.nodes.controller in self.nodes.numbers else None
@@ -248,7 +248,7 @@ class Topics:
         found: dict[TopicPartition, int] = {}
 
         async def some(leader: int, partitions: Collection[TopicPartition]) -> None:
-            topics = _by_topic((tp, (tp.partition, wanted[tp])) for tp in partitions)
+            topics = by_topic((tp, (tp.partition, wanted[tp])) for tp in partitions)
             committed = int(self._settings.isolation == "read_committed")
             response = await self.nodes.ask(OffsetRequest(-1, committed, topics), what, node=leader)
             for topic, answers in response.topics:
@@ -266,7 +266,7 @@ class Topics:
         done: dict[TopicPartition, int] = {}
 
         async def some(leader: int, partitions: Collection[TopicPartition]) -> None:
-            topics = _by_topic((tp, (tp.partition, before[tp])) for tp in partitions)
+            topics = by_topic((tp, (tp.partition, before[tp])) for tp in partitions)
             request = DeleteRecordsRequest(topics, round(self._settings.request_timeout * 1000))
             response = await self.nodes.ask(request, what, node=leader)
             for topic, answers, *_ in response.topics:
@@ -300,7 +300,7 @@ class Topics:
             await asyncio.gather(*(some(leader, tps) for leader, tps in led.items()))
 
         if left():
-            await self._patiently(what, once)
+            await self.patiently(what, once)
 
     # -- groups
 
@@ -309,11 +309,11 @@ class Topics:
     ) -> dict[TopicPartition, int]:
         """The committed offsets of a group: of these partitions (None: of all), where there is one."""
         what = f"asking for the offsets of group {group!r}"
-        topics = None if partitions is None else _by_topic((tp, tp.partition) for tp in partitions)
+        topics = None if partitions is None else by_topic((tp, tp.partition) for tp in partitions)
         found: dict[TopicPartition, int] = {}
 
         async def once() -> None:
-            coordinator = await self._coordinator(group, what)
+            coordinator = await self.coordinator(group, what)
             response = await self.nodes.ask(OffsetFetchRequest(group, topics), what, node=coordinator)
             if code := getattr(response, "error_code", 0):
                 raise response_error(code)
@@ -324,7 +324,7 @@ class Topics:
                     if offset >= 0:
                         found[TopicPartition(topic, partition)] = offset
 
-        await self._patiently(what, once)
+        await self.patiently(what, once)
         return found
 
     async def groups(self) -> list[str]:
@@ -341,23 +341,25 @@ class Topics:
         async def once() -> list[str]:
             return sorted(set().union(*await asyncio.gather(*map(one, self.nodes.numbers))))
 
-        return await self._patiently(what, once)
+        return await self.patiently(what, once)
 
     async def group(self, name: str) -> Group:
         """One group; "Dead" if there is none of that name."""
         what = f"asking for group {name!r}"
 
         async def once() -> Group:
-            coordinator = await self._coordinator(name, what)
+            coordinator = await self.coordinator(name, what)
             response = await self.nodes.ask(DescribeGroupsRequest([name]), what, node=coordinator)
             code, _, state, _, assignor, members, *_ = response.groups[0]
             if code:
                 raise response_error(code, name)
             return Group(name, state, assignor, tuple(_member(member) for member in members))
 
-        return await self._patiently(what, once)
+        return await self.patiently(what, once)
 
-    async def _coordinator(self, group: str, what: str) -> int:
+    async def coordinator(self, group: str, what: str) -> int:
+        """The number of the node that a group's requests go to. Raises a `KafkaError` or a `BrokerError`; `patiently`
+        asks again while there is none."""
         response = await self.nodes.ask(FindCoordinatorRequest(group, 0), what)
         if response.error_code:
             raise response_error(response.error_code, group)
@@ -382,7 +384,7 @@ class Topics:
                 return value
         return None
 
-    async def _patiently(self, what: str, once: Callable[[], Awaitable[T]]) -> T:
+    async def patiently(self, what: str, once: Callable[[], Awaitable[T]]) -> T:
         """`once`, and again while the cluster is busy with itself (a leader or coordinator moves), for at most
         `request_timeout`."""
         loop = asyncio.get_running_loop()
@@ -405,7 +407,8 @@ def _leaders(partitions: Sequence[Any]) -> Leaders:
     return tuple(led.get(number, -1) for number in range(max(led, default=-1) + 1))
 
 
-def _by_topic(items: Iterable[tuple[TopicPartition, T]]) -> list[tuple[str, list[T]]]:
+def by_topic(items: Iterable[tuple[TopicPartition, T]]) -> list[tuple[str, list[T]]]:
+    """As requests have it: what belongs to each partition, by topic."""
     topics: defaultdict[str, list[T]] = defaultdict(list)
     for tp, item in items:
         topics[tp.topic].append(item)
