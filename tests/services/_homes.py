@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 from streamfw_postgres._embedded_share import Shared
 from streamfw_postgres._embedded_steps import EmbeddedError, Steps, run
 
-__all__ = ["Service", "fail", "free_port", "register", "remembered", "run_directory", "running"]
+__all__ = ["Service", "fail", "free_port", "is_free", "register", "remembered", "run_directory", "running"]
 
 
 class Service(ABC):
@@ -118,8 +118,10 @@ def running(service: AnyService) -> Iterator[AnyService]:
 
 def fail(message: str) -> NoReturn:
     """Fail the test run, which lacks something that only a person can provide."""
-    import pytest  # here: servers also run outside of tests, where it need not be installed
-
+    try:
+        import pytest  # here: servers also run outside of tests, where it need not be installed
+    except ImportError:
+        raise SystemExit(message) from None
     pytest.fail(message, pytrace=False)
 
 
@@ -140,10 +142,17 @@ def free_port() -> int:
     """
     for _ in range(100):
         port = random.randrange(20_000, 32_000)  # Linux gives 32768 to 60999
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        if is_free(port):
             return port
     fail("found no free TCP port between 20000 and 32000 on 127.0.0.1")
+
+
+def is_free(port: int) -> bool:
+    """Say whether nobody listens on a TCP port of 127.0.0.1, or uses it otherwise."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what just closed there is no hindrance to servers
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -26,7 +26,7 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 from streamfw_postgres._embedded_steps import Steps
 
 from ._certificates import make_certificates
-from ._homes import free_port, remembered
+from ._homes import free_port, is_free, remembered
 from ._rabbit_control import SCRIPT, SOCKET, RabbitServerError, evaluate
 
 __all__ = ["USER", "Node", "Ports", "programs"]
@@ -35,6 +35,7 @@ USER = "streamfw"
 """The node's administrator."""
 
 _NAME = "streamfw@localhost"
+_STREAMS = "rabbitmq_stream"
 _START = 60.0
 _STOP = 20.0
 
@@ -68,9 +69,9 @@ class Ports(msgspec.Struct, frozen=True):
 
 
 def _choose_ports() -> Ports:
-    found: set[int] = set()
+    found: dict[int, None] = {}
     while len(found) < len(Ports.__struct_fields__):
-        found.add(free_port())
+        found[free_port()] = None
     return Ports(*found)
 
 
@@ -102,7 +103,7 @@ class Node:
     # ------------------------------------------------------------------ making
 
     def make(self, settings: Mapping[str, str], plugins: Sequence[str]) -> None:
-        """Make its directory, new. `settings` are lines for rabbitmq.conf beside those it has anyway."""
+        """Make its directory, new. `settings` and `plugins` are beside those it has anyway."""
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir(mode=0o700)
         self.ca.parent.mkdir(mode=0o700)
@@ -111,7 +112,7 @@ class Node:
         conf = self.home / "rabbitmq.conf"
         conf.touch(mode=0o600)
         conf.write_text("".join(f"{key} = {value}\n" for key, value in lines.items()))
-        (self.home / "enabled_plugins").write_text(f"[{','.join(plugins)}].\n")
+        (self.home / "enabled_plugins").write_text(f"[{','.join([_STREAMS, *plugins])}].\n")
         shutil.copyfile(SCRIPT, self.home / SCRIPT.name)
         remembered(self.home / ".erlang.cookie", lambda: secrets.token_hex(20))  # else Erlang makes one, less random
 
@@ -177,6 +178,18 @@ class Node:
             if time.monotonic() > end:
                 raise RabbitServerError(f"RabbitMQ was not up in {_START:g} s:\n{self.said()}")
             yield 0.02
+        if missing := {self.ports.amqp, self.ports.tls, self.ports.stream} - self._listening():
+            # Of TLS it only logs that.
+            raise RabbitServerError(f"RabbitMQ does not listen on {sorted(missing)}:\n{self.said()}")
+
+    def _listening(self) -> set[int]:
+        process = self.process()
+        found = process.net_connections("tcp4") if process is not None else []
+        return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
+    def lost_a_port(self) -> bool:
+        """Say, while it does not run, whether somebody else uses one of its ports."""
+        return not all(map(is_free, msgspec.structs.astuple(self.ports)))
 
     def _launch(self) -> None:
         (self.home / SOCKET).unlink(missing_ok=True)

@@ -15,9 +15,7 @@ from ._rabbit_control import RabbitServerError, evaluate, term
 from ._rabbit_node import USER, Node
 from ._rabbit_vhosts import permissions
 
-__all__ = ["PLUGINS", "URL", "Rabbit", "RabbitService", "closing", "external"]
-
-PLUGINS = ("rabbitmq_stream",)
+__all__ = ["URL", "Rabbit", "RabbitService", "closing", "external"]
 
 URL = "TEST_RABBITMQ_URL"
 """The environment variable; one that begins with STREAMFW_ would be a setting of the app that a test runs."""
@@ -118,9 +116,7 @@ def external() -> Rabbit | None:
 class RabbitService(Service):
     """The node in `home`; several processes may hold objects for the same `home`."""
 
-    def __init__(
-        self, home: Path, *, settings: Mapping[str, str] | None = None, plugins: Sequence[str] = PLUGINS
-    ) -> None:
+    def __init__(self, home: Path, *, settings: Mapping[str, str] | None = None, plugins: Sequence[str] = ()) -> None:
         super().__init__(home)
         self.node = Node(home / "node")
         self._settings = settings or {}
@@ -138,7 +134,8 @@ class RabbitService(Service):
                 break
             except RabbitServerError:
                 # Between our look for a free port and the server's use of it somebody else may take it.
-                if last or not any(words in self.node.said() for words in ("eaddrinuse", "in use")):
+                yield from self._end()
+                if last or not self.node.lost_a_port():
                     raise
         (self.home / "ready").touch()
 

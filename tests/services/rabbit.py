@@ -22,7 +22,7 @@ from streamfw_postgres._embedded_steps import run
 
 from ._homes import fail, run_directory, running
 from ._rabbit_control import RabbitServerError
-from ._rabbit_service import PLUGINS, Rabbit, RabbitService, closing, external
+from ._rabbit_service import Rabbit, RabbitService, closing, external
 from ._rabbit_vhosts import ByControl, ByManagement, Manager, new_password
 
 __all__ = ["OwnRabbit", "Rabbit", "RabbitServerError", "Vhosts", "own", "run_directory", "shared"]
@@ -105,9 +105,12 @@ def shared(directory: Path) -> Iterator[Rabbit]:
 
 @contextmanager
 def own(
-    directory: Path, *, settings: Mapping[str, str] | None = None, plugins: Sequence[str] = PLUGINS
+    directory: Path, *, settings: Mapping[str, str] | None = None, plugins: Sequence[str] = ()
 ) -> Iterator[OwnRabbit]:
-    """Start a node for one test; ended and removed with its data at the end. `settings` are for rabbitmq.conf."""
+    """Start a node for one test; ended and removed with its data at the end.
+
+    `settings` are for rabbitmq.conf and `plugins` are enabled, beside those that all nodes have.
+    """
     service = RabbitService(directory / f"rabbit-{secrets.token_hex(4)}", settings=settings, plugins=plugins)
     with _running(service):
         yield OwnRabbit(service)
