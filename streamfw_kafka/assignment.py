@@ -29,15 +29,22 @@ class Part:
       highest ever sent: a commit that timed out may have arrived all the same.
     - `gaps`: offsets that nobody was given (markers of transactions, what compaction took away).
     - `low`: the watermark as last looked at.
+    - `blocking`: the oldest open offset as last looked at (-1: nothing is open), and `since` when (seconds since 1970).
+    - `told`, `told_at`: the facts that were last committed with an offset, and when.
     """
 
-    __slots__ = ("committed", "epoch", "gaps", "live", "low", "mark", "sent", "start", "tp")
+    __slots__ = (
+        "blocking", "committed", "epoch", "gaps", "live", "low", "mark", "sent", "since", "start", "told", "told_at",
+        "tp",
+    )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, start: int, committed: int, epoch: int) -> None:
         self.tp, self.start, self.epoch = tp, start, epoch
         self.mark = Watermark(start)
         self.committed = self.sent = committed
         self.low = start
+        self.blocking, self.since = UNKNOWN, 0.0
+        self.told, self.told_at = "", 0.0
         self.gaps = 0
         self.live = True
 
@@ -72,6 +79,17 @@ class Part:
             return False
         self.low = mark.position
         return mark.end - self.low >= window_limit
+
+    def look(self, now: float) -> None:
+        """Note which offset is the oldest open one, and since when."""
+        low = self.mark.position if self.mark.open else UNKNOWN
+        if low != self.blocking:
+            self.blocking, self.since = low, now
+
+    def facts(self) -> str:
+        """What others may want to know of it; see `status.Facts`."""
+        known = f"open={self.mark.open} read={self.mark.end}"
+        return known if self.blocking == UNKNOWN else f"{known} since={self.since:.0f}"
 
     def is_still_ours(self, committed: int) -> bool:
         """Whether a partition that came back is as we left it: nobody else has committed meanwhile."""

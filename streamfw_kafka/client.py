@@ -7,12 +7,14 @@ facts about aiokafka's source that the reasons rest on, so that another version 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import aiokafka
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.errors import KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
 __all__ = ["NOTHING", "NO_GENERATION", "GroupConsumer", "fresh_assignor"]
@@ -42,8 +44,29 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
             partition_assignment_strategy=(assignor,),
             **options,
         )
+        self._committed_only = options.get("isolation_level") == "read_committed"
+        self.heartbeats = 0  # that the group accepted
+
+    async def start(self) -> None:
+        """See `AIOKafkaConsumer.start`."""
+        await super().start()
+        self._count_heartbeats()
 
     # -- the group
+
+    def _count_heartbeats(self) -> None:
+        """When one was last accepted only a local variable of aiokafka's loop knows."""
+        coordinator = self._coordinator
+        beat = getattr(coordinator, "_do_heartbeat", None)
+        if beat is None:  # without a group
+            return
+
+        async def counted() -> bool:
+            accepted: bool = await beat()
+            self.heartbeats += accepted
+            return accepted
+
+        coordinator._do_heartbeat = counted
 
     @property
     def generation(self) -> int:
@@ -64,6 +87,19 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
         beat = None if self._coordinator is None else self._coordinator._heartbeat_task
         return beat is not None and not beat.done()
 
+    def stay_polled(self) -> None:
+        """Be alive for the client, which leaves the group of who does not call ``getmany`` for ``max_poll_interval``,
+        and then does not join again before he does (#1187). Ours does not while all is full, nor while he waits for the
+        gate: in a rebalance that takes as long (the servers were away) that would be the end. ``getmany`` itself would
+        wait for that rebalance."""
+        self._subscription._last_fetch_ended = time.monotonic()
+
+    def interrupt(self) -> None:
+        """End a ``getmany`` that waits for the group or for records: it raises a `KafkaError`. One that was called in a
+        rebalance waits for its end, and if that never comes, for ever."""
+        if self._fetcher is not None:
+            self._subscription.abort_waiters(KafkaError("interrupted"))
+
     def tell_assignor(self, generation: int) -> None:
         """aiokafka never calls this; without it every join claims to come from a group of no generation, and what was
         sticky loses against any other member's claim."""
@@ -73,13 +109,17 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
         """Claim nothing in the next join: we were taken for dead, and what was ours is somebody else's."""
         self._sticky.member_assignment = None
 
-    async def commit_once(self, offsets: Mapping[TopicPartition, int], seconds: float) -> None:
+    async def commit_once(
+        self, offsets: Mapping[TopicPartition, int], seconds: float, facts: Mapping[TopicPartition, str] | None = None
+    ) -> None:
         """One attempt under the generation we are in now, which is put into the request before anything suspends.
+        `facts` are kept beside the offsets, for whoever asks.
 
         The public ``commit`` tries again for ever, and takes the generation anew at each try: a commit that is retried
         over a rebalance would go out as if it were the new owner's. Raises a `KafkaError` or `TimeoutError`.
         """
-        request = {tp: OffsetAndMetadata(offset, "") for tp, offset in offsets.items()}
+        told = facts or {}
+        request = {tp: OffsetAndMetadata(offset, told.get(tp, "")) for tp, offset in offsets.items()}
         # Not asyncio.wait_for: on 3.11 that makes a task, and a rebalance fits between the caller's look and its start.
         async with asyncio.timeout(seconds):
             await self._coordinator._do_commit_offsets(None, request)
@@ -91,16 +131,32 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
 
     # -- the log
 
+    def _state(self, tp: TopicPartition) -> Any:
+        subscription = self._subscription.subscription
+        assignment = subscription.assignment if subscription is not None else None
+        return None if assignment is None or tp not in assignment.tps else assignment.state_value(tp)
+
     def read_to(self, tp: TopicPartition) -> int | None:
         """The offset that is read next: past what was delivered, and past the markers behind it. None when it is not
         known now. The public ``position`` may wait for long."""
-        subscription = self._subscription.subscription
-        assignment = subscription.assignment if subscription is not None else None
-        if assignment is None or tp not in assignment.tps:
-            return None
-        state = assignment.state_value(tp)
+        state = self._state(tp)
         position: int | None = state.position if state is not None and state.has_valid_position else None
         return position
+
+    def heard(self, tp: TopicPartition) -> tuple[int | None, int | None]:
+        """The time (in ms, of the wall clock) of the last good answer to a fetch of this partition, and where the
+        partition ended then, as far as it is read (with ``read_committed``: before open transactions)."""
+        state = self._state(tp)
+        if state is None or state.timestamp is None:
+            return None, None
+        stable: int | None = state.lso if self._committed_only else None
+        end: int | None = stable if stable is not None and stable >= 0 else state.highwater
+        return state.timestamp, end
+
+    @property
+    def reading(self) -> bool:
+        """Whether the task that fetches still runs. ``getmany`` does not ask: it would find nothing for ever."""
+        return self._fetcher is not None and not self._fetcher._fetch_task.done()
 
     def buffered(self, tp: TopicPartition) -> bool:
         """Whether something of this partition was fetched that nobody has taken yet."""

@@ -33,7 +33,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import IllegalGenerationError, KafkaError, RebalanceInProgressError, UnknownMemberIdError
 
 from streamfw.broker import Subscription
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
@@ -49,7 +49,9 @@ __all__ = ["Membership"]
 log = logging.getLogger("streamfw.kafka")
 
 TAKE_OVER = 20.0  # seconds: no heartbeat is sent meanwhile, so well below the session timeout
+TELL = 5.0  # seconds between two commits of one offset, when only what is told with it has changed
 TWINS = 3  # times in a row that a static member is thrown out before it is said to have a twin
+_MOVING = (IllegalGenerationError, RebalanceInProgressError, UnknownMemberIdError)  # who is not a member, or will be
 First = Callable[[Collection[TopicPartition]], Awaitable[dict[TopicPartition, int]]]
 
 
@@ -82,6 +84,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         self._thrown_out: list[float] = []
         self.joined_at = self.committed_at = time.monotonic()
         self.closed = False
+        self.trouble: BrokerError | None = None  # why the last commit was not accepted, if it should have been
         # What happened, for tests, status and metrics.
         self.commits = self.refused = self.kept = self.fresh = self.fenced = self.rebalances = self.gaps = 0
         self.paused: list[float] = []  # seconds that the last rebalances shut the gate
@@ -99,6 +102,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         if self.failure is None:
             self.failure = error if isinstance(error, BrokerError) else translated(error, what)
         self.opened.set()
+        self.consumer.interrupt()
 
     # -- revoked and assigned
 
@@ -193,6 +197,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         if self.rebalances:
             self.paused = [*self.paused[-99:], now - self._shut_at]
         self.rebalances += 1
+        self.trouble = None  # or the committed offsets could not have been read
         self.joined_at = now
         self.rebalancing = False
         self.gate = True
@@ -267,12 +272,12 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
 
     # -- commits
 
-    async def keep_committing(self, between: Callable[[], Awaitable[None]]) -> None:
-        """Commit each `commit_every` seconds, or after `commit_after` settled messages; `between` is awaited after
-        each. Until it is cancelled."""
+    async def keep_committing(self) -> None:
+        """Commit each `commit_every` seconds, or after `commit_after` settled messages. Until it is cancelled."""
         every = self._settings.commit_every
         while True:
             await self.tick.wait_for(every * random.uniform(0.8, 1.2))  # members of a group not all at once
+            self.consumer.stay_polled()  # also with the gate shut
             if not self.gate or not self.ours:
                 continue
             self._committing = asyncio.ensure_future(self.commit())
@@ -281,8 +286,6 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
                 await asyncio.wait([self._committing])
             finally:
                 self._committing = None
-            if self.gate:
-                await between()
 
     async def commit(self) -> bool:
         """One attempt. True when everything that may be committed is; False when it was refused, or is not known."""
@@ -291,32 +294,47 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             return False
         offsets = self._to_commit()
         if not offsets:
+            self.trouble = None
             return True
         parts = {tp: self.parts[tp] for tp in offsets}  # those of now: one may be replaced while this is on its way
+        facts = {tp: part.facts() for tp, part in parts.items()}
         try:
-            await self.consumer.commit_once(offsets, self._settings.commit_timeout)
+            await self.consumer.commit_once(offsets, self._settings.commit_timeout, facts)
         except (KafkaError, TimeoutError) as error:
-            self.refused += 1
-            known = translated(error, f"committing for group {self._subscription.group!r}")
-            if not known.transient:
-                self.fail(known, "")
-            log.info("%r: a commit was not accepted: %s", self._subscription, known)
+            self._refused(error)
             return False
         self.commits += 1
-        self.committed_at = time.monotonic()
+        self.trouble = None
+        self.committed_at = now = time.monotonic()
         for tp, offset in offsets.items():
-            parts[tp].committed = offset
+            part = parts[tp]
+            part.committed, part.told, part.told_at = offset, facts[tp], now
         return True
+
+    def _refused(self, error: KafkaError | TimeoutError) -> None:
+        self.refused += 1
+        known = translated(error, f"committing for group {self._subscription.group!r}")
+        if not known.transient:
+            self.fail(known, "")
+        if not isinstance(error, _MOVING):
+            self.trouble = known
+        log.info("%r: a commit was not accepted: %s", self._subscription, known)
 
     def _to_commit(self) -> dict[TopicPartition, int]:
         offsets: dict[TopicPartition, int] = {}
+        now, told = time.time(), time.monotonic() - TELL
+        # What a transaction has said of a partition, a commit of the same offset beside it would undo.
+        tells = not self._subscription.transactional
         for tp, part in self.parts.items():
             # While the gate is shut, what was read may have been thrown away: the client's position counts only after
             # our seek.
             position = part.position(self.consumer.read_to(tp) if self.gate else None)
+            part.look(now)
             if position > part.committed:
                 offsets[tp] = position
                 part.sent = max(part.sent, position)
+            elif tells and part.told_at < told and position == part.committed and part.facts() != part.told:
+                offsets[tp] = position  # others ask what is open of it, and what it waits for
         return offsets
 
     async def flush(self, deadline: float) -> None:

@@ -91,14 +91,9 @@ class KafkaSource(Source):
 
     async def _keep_committing(self, group: Membership) -> None:
         try:
-            await group.keep_committing(self._stay_polled)
+            await group.keep_committing()
         except Exception as error:  # a bug of ours: without commits nothing may go on
             group.fail(error, "committing")
-
-    async def _stay_polled(self) -> None:
-        """Nothing is read while all is full; the client would believe us dead, and leave the group."""
-        if not self._fetching and not self.group.closed:
-            await self.group.consumer.getmany(NOTHING, timeout_ms=0)
 
     # -- fetch
 
@@ -138,6 +133,7 @@ class KafkaSource(Source):
         except KafkaError as error:
             if self._stopped:
                 return []
+            group.check()  # what it was interrupted for says more
             raise translated(error, f"reading {self._subscription.name!r}") from error
         # From here on nothing suspends, and nothing did since the client moved its position.
         if not group.gate:
