@@ -1,0 +1,410 @@
+"""Judges what the members of a Kafka group wrote down (`kafka_ledger`): what was lost, what was repeated, and why.
+
+A message may be handled again only by a later owner of its partition, from the offset on where that owner began, which
+is the newest that anybody had committed. Why it was repeated follows from what befell the owner before:
+
+- ``kill``, ``stop``: its process got a SIGKILL, or stood still past its session, before the later owner began.
+- ``server``: something happened to the server, or to all connections, meanwhile.
+- ``starved``: the group took it for dead, and its own log shows that its event loop had stood still: a machine that is
+  too busy for sessions of two seconds.
+- ``moved``: none of this, the partition was only given to somebody else. There must be none.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from tests.faults.kafka_ledger import lines_of
+
+__all__ = ["Cost", "Fate", "Findings", "Log", "Pauses", "judge", "out_of_order", "read"]
+
+Cause: TypeAlias = Literal["kill", "stop", "server", "starved", "moved"]
+SETTLING = 0.05  # seconds from a handler's end to its settlement, at most: groups wait for up to 0.02 s
+SESSIONS = 3  # so long before it was taken for dead (in sessions) a loop that stood still explains it
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """A signal that a process got; or what happened to the ``server``, and so to every process."""
+
+    at: int
+    kind: Literal["kill", "stop", "go on", "leave", "server"]
+    process: str = ""
+
+
+@dataclass(slots=True)
+class Handled:
+    began: int
+    ended: int
+    partition: int
+    offset: int
+    owner: str
+    batch: int
+    stopped: bool = False  # its process stood still meanwhile
+
+    @property
+    def process(self) -> str:
+        return self.owner.rpartition(".")[0]
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.stopped else (self.ended - self.began) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A partition in one epoch of one process."""
+
+    name: str
+    at: int
+    generation: int
+    partition: int
+    start: int
+
+    @property
+    def process(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    sent: int
+    answered: int
+    generation: int
+    process: str
+    offsets: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class Log:
+    """What all processes wrote."""
+
+    handled: dict[int, list[Handled]] = field(default_factory=lambda: defaultdict(list))
+    owners: dict[str, Owner] = field(default_factory=dict)
+    commits: list[Commit] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    revoked: list[tuple[int, str, int]] = field(default_factory=list)  # when, who, generation
+    assigned: list[tuple[int, str, int]] = field(default_factory=list)
+    fenced: list[tuple[int, str]] = field(default_factory=list)
+    stood_still: list[tuple[int, str, int]] = field(default_factory=list)
+    gaps: Counter[int] = field(default_factory=Counter)
+    kept: int = 0
+    new: int = 0
+
+
+def read(directory: Path) -> Log:
+    """Read the ledgers in `directory`."""
+    log = Log()
+    for process, (kind, *words) in lines_of(directory):
+        if kind == "H":
+            began, ended, identity, partition, offset, owner, batch = words
+            entry = Handled(int(began), int(ended), int(partition), int(offset), owner, int(batch))
+            log.handled[int(identity)].append(entry)
+        elif kind == "P":
+            at, generation, partition, start, name = words
+            log.owners[name] = Owner(name, int(at), int(generation), int(partition), int(start))
+        elif kind == "C":
+            sent, answered, generation, *moved = words
+            offsets = {int(p): int(o) for p, _, o in (each.partition(":") for each in moved)}
+            log.commits.append(Commit(int(sent), int(answered), int(generation), process, offsets))
+        elif kind == "X":
+            log.refused[words[3]] += 1
+        elif kind == "R":
+            log.revoked.append((int(words[0]), process, int(words[1])))
+        elif kind == "A":
+            log.assigned.append((int(words[0]), process, int(words[1])))
+            log.kept += int(words[3])
+            log.new += int(words[4])
+        elif kind == "F":
+            log.fenced.append((int(words[0]), process))
+        elif kind == "L":
+            log.stood_still.append((int(words[0]), process, int(words[1])))
+        elif kind == "G":
+            log.gaps[int(words[0])] += int(words[1])
+    return log
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Seconds."""
+
+    median: float
+    p95: float
+    longest: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Pauses:
+        found = sorted(values) or [0.0]
+        return cls(statistics.median(found), found[int(0.95 * (len(found) - 1))], found[-1], len(found))
+
+    def __str__(self) -> str:
+        return f"{self.median * 1000:.0f} / {self.p95 * 1000:.0f} / {self.longest * 1000:.0f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a kill repeated, and at most may have: all that began since the last commit that was accepted was sent, and
+    what the marks in it waited for. `since` is how long before the kill that was, in seconds."""
+
+    repeated: int
+    most: int
+    since: float
+
+
+@dataclass(slots=True)
+class Findings:
+    """Only the counts may be anything; of what is listed there must be nothing (`faults`)."""
+
+    published: int = 0
+    handled: int = 0
+    duplicates: Counter[Cause] = field(default_factory=Counter)
+    overtaken: int = 0  # of them, how many the earlier owner began after the later one had the partition
+    kills: list[Cost] = field(default_factory=list)
+    generations: int = 0
+    kept: int = 0
+    new: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    fenced: int = 0
+    pauses: Pauses = field(default_factory=lambda: Pauses.of(()))
+    group_pauses: Pauses = field(default_factory=lambda: Pauses.of(()))
+    longest_handler: float = 0.0
+    cadence: float = 0.0  # seconds between two commits of a member, the median
+    batches: int = 0
+    largest_batch: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def wrong(self, what: str, found: Sequence[object]) -> None:
+        if found:
+            self.faults.append(f"{len(found)} {what}, for example {found[:3]}")
+
+
+def judge(
+    log: Log,
+    published: Collection[int],
+    fates: Sequence[Fate] = (),
+    *,
+    session: float,
+    maybe: Collection[int] = (),
+    gapless: bool = True,
+    fifo: bool = True,
+) -> Findings:
+    """`published` are ids, and `maybe` those whose publish had an unknown outcome. `gapless`: the topic has neither
+    transactions nor compaction. `fifo`: handlers begin in the order of offsets (not with lanes), so what a kill repeats
+    can be bounded."""
+    lost = [identity for identity in published if identity not in log.handled]
+    findings = Findings(published=len(published), handled=len(published) - len(lost))
+    findings.wrong("ids were lost", lost)
+    findings.wrong("strange ids", sorted(log.handled.keys() - set(published) - set(maybe)))
+    if gapless:
+        findings.wrong("partitions had gaps", sorted(log.gaps.items()))
+    _leave_out_standstills(log, fates)
+    _judge_repeats(log, findings, _Causes(log, fates, session), fifo)
+    _judge_commits(log, findings)
+    _judge_batches(log, findings)
+    _measure(log, findings)
+    return findings
+
+
+def _leave_out_standstills(log: Log, fates: Sequence[Fate]) -> None:
+    """What ran while its process stood still took as long as that; nothing is to be learnt from it."""
+    still: list[tuple[str, int, int]] = []
+    for fate in fates:
+        if fate.kind == "stop":
+            ends = [each.at for each in fates if each.process == fate.process and each.at > fate.at]
+            still.append((fate.process, fate.at, min(ends, default=fate.at)))
+    for entries in log.handled.values():
+        for entry in entries:
+            entry.stopped = any(
+                process == entry.process and entry.began < last and entry.ended > first
+                for process, first, last in still
+            )
+
+
+class _Causes:
+    """Why a partition went from one owner to another."""
+
+    def __init__(self, log: Log, fates: Sequence[Fate], session: float) -> None:
+        self._log, self._window = log, int(SESSIONS * session * 1e9)
+        self._fates: dict[str, list[Fate]] = defaultdict(list)
+        self._begins: dict[int, list[int]] = defaultdict(list)  # of the owners of a partition
+        for owner in log.owners.values():
+            bisect.insort(self._begins[owner.partition], owner.at)
+        for fate in sorted(fates, key=lambda fate: fate.at):
+            if fate.kind in ("kill", "stop"):
+                self._fates[fate.process].append(fate)
+        self._of_server = [fate for fate in fates if fate.kind == "server"]
+
+    def fate(self, owner: Owner) -> Fate | None:
+        """What befell its process while the partition was its own: before anybody else began."""
+        begins = self._begins[owner.partition]
+        place = bisect.bisect_right(begins, owner.at)
+        until = begins[place] if place < len(begins) else owner.at
+        found = [fate for fate in self._fates[owner.process] or self._of_server if owner.at < fate.at < until]
+        return found[-1] if found else None
+
+    def cause(self, owner: Owner) -> Cause:
+        """Why what it handled is handled by somebody else again."""
+        fate = self.fate(owner)
+        if fate is not None:
+            return "kill" if fate.kind == "kill" else "stop" if fate.kind == "stop" else "server"
+        for at, process in self._log.fenced:
+            if process == owner.process and at > owner.at and self._stood_still(process, at):
+                return "starved"
+        return "moved"
+
+    def _stood_still(self, process: str, until: int) -> bool:
+        return any(who == process and until - self._window < at <= until for at, who, _ in self._log.stood_still)
+
+
+def _judge_repeats(log: Log, findings: Findings, causes: _Causes, fifo: bool) -> None:
+    twice: list[str] = []
+    before: list[str] = []
+    moved: list[str] = []
+    of_kills: Counter[Fate] = Counter()
+    for identity, entries in log.handled.items():
+        if len(entries) == 1:
+            continue
+        owners = sorted({log.owners[entry.owner] for entry in entries}, key=lambda owner: owner.at)
+        if len(owners) < len(entries):
+            twice.append(f"{identity}: {entries}")
+        for earlier, later in itertools.pairwise(owners):
+            cause = causes.cause(earlier)
+            findings.duplicates[cause] += 1
+            fate = causes.fate(earlier)
+            if fate is not None and fate.kind == "kill":
+                of_kills[fate] += 1
+            if cause == "moved":
+                moved.append(f"{identity}: {earlier} then {later}")
+            if entries[0].offset < later.start:
+                before.append(f"{identity} at {entries[0].offset}: {later}")
+            findings.overtaken += any(e.began > later.at for e in entries if e.owner == earlier.name)
+    findings.wrong("ids were handled twice by one owner", twice)
+    findings.wrong("repeats are before the start of the later owner", before)
+    findings.wrong("repeats came from moves alone", moved)
+    if fifo:
+        findings.kills = [_cost(log, fate, repeated) for fate, repeated in of_kills.items()]
+        findings.wrong("kills repeated more than their last commit explains", [
+            cost for cost in findings.kills if cost.repeated > cost.most
+        ])  # fmt: skip
+
+
+def _cost(log: Log, fate: Fate, repeated: int) -> Cost:
+    """A commit holds what was settled when it was sent; but a mark waits for the slowest handler before it, so what
+    began after that one may be done, and not committed."""
+    process = fate.process
+    of_process = [entry for entries in log.handled.values() for entry in entries if entry.process == process]
+    longest = max((entry.seconds for entry in of_process), default=0.0)
+    owned = min((owner.at for owner in log.owners.values() if owner.process == process), default=0)
+    sent = max((c.sent for c in log.commits if c.process == process and c.sent < fate.at), default=owned)
+    since = sent - int((longest + SETTLING) * 1e9)
+    return Cost(repeated, sum(entry.began >= since for entry in of_process), (fate.at - sent) / 1e9)
+
+
+def _judge_commits(log: Log, findings: Findings) -> None:
+    """Of a partition they never go back, by generation (the answer to a stopped process is written down late); and an
+    owner begins at the newest that was known to be committed."""
+    of_partition: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    for commit in log.commits:
+        for partition, offset in commit.offsets.items():
+            of_partition[partition].append((commit.generation, commit.sent, commit.answered, offset))
+    back = []
+    newest: dict[int, tuple[list[int], list[int]]] = {}
+    for partition, commits in of_partition.items():
+        commits.sort()
+        back += [
+            f"partition {partition}: {earlier} then {later}"
+            for earlier, later in itertools.pairwise(commits)
+            if later[3] < earlier[3]
+        ]
+        answered = sorted((commit[2], commit[3]) for commit in commits)
+        highest = list(itertools.accumulate((offset for _, offset in answered), max))
+        newest[partition] = ([at for at, _ in answered], highest)
+    below = []
+    for owner in log.owners.values():
+        times, highest = newest.get(owner.partition, ([], []))
+        known = bisect.bisect_left(times, owner.at)
+        if known and owner.start < highest[known - 1]:
+            below.append(f"{owner}, though {highest[known - 1]} was committed")
+    findings.wrong("commits went back", back)
+    findings.wrong("owners began before what was committed", below)
+
+
+def _judge_batches(log: Log, findings: Findings) -> None:
+    batches: dict[tuple[str, int], list[Handled]] = defaultdict(list)
+    for entries in log.handled.values():
+        for entry in entries:
+            if entry.batch:
+                batches[entry.process, entry.batch].append(entry)
+    mixed = [name for name, entries in batches.items() if len({entry.partition for entry in entries}) > 1]
+    findings.wrong("batches were of several partitions", mixed)
+    findings.batches = len(batches)
+    findings.largest_batch = max(map(len, batches.values()), default=0)
+
+
+def _measure(log: Log, findings: Findings) -> None:
+    findings.kept, findings.new, findings.refused = log.kept, log.new, log.refused
+    findings.fenced = len(log.fenced)
+    findings.longest_handler = max((entry.seconds for some in log.handled.values() for entry in some), default=0.0)
+    shut: dict[int, int] = {}
+    opened: dict[int, int] = {}
+    pauses: list[float] = []
+    left: dict[str, int] = {}
+    events = [(at, 0, who, generation) for at, who, generation in log.revoked]
+    events += [(at, 1, who, generation) for at, who, generation in log.assigned]
+    for at, is_assigned, who, generation in sorted(events):
+        if not is_assigned:
+            left.setdefault(who, at)  # a second revocation does not open the gate
+            continue
+        opened[generation] = max(opened.get(generation, 0), at)
+        if (since := left.pop(who, None)) is not None:
+            pauses.append((at - since) / 1e9)
+            shut[generation] = min(shut.get(generation, since), since)
+    findings.generations = len(opened)
+    findings.pauses = Pauses.of(pauses)
+    findings.group_pauses = Pauses.of((opened[generation] - at) / 1e9 for generation, at in shut.items())
+    of_process: dict[str, list[int]] = defaultdict(list)
+    for commit in log.commits:
+        of_process[commit.process].append(commit.sent)
+    between = [(b - a) / 1e9 for sent in of_process.values() for a, b in itertools.pairwise(sorted(sent))]
+    findings.cadence = statistics.median(between or [0.0])
+
+
+def out_of_order(log: Log, keys: int) -> list[str]:
+    """Violations of the order of keys (the key of an id is its remainder by `keys`), over all owners: a message is
+    first begun when the one before it in its key has ended once. And in one owner: they begin in order, one at a
+    time."""
+    found: list[str] = []
+    by_key: dict[int, list[int]] = defaultdict(list)
+    for identity in sorted(log.handled):
+        by_key[identity % keys].append(identity)
+    for ids in by_key.values():
+        for before, after in itertools.pairwise(ids):
+            ended = min(entry.ended for entry in log.handled[before])
+            began = min(entry.began for entry in log.handled[after])
+            if began < ended:
+                found.append(f"{after} first began {(ended - began) / 1e6:.1f} ms before {before} had ended")
+        for owner, entries in _by_owner(log, ids).items():
+            found += [
+                f"{owner}: offset {second.offset} began before offset {first.offset} had ended"
+                for first, second in itertools.pairwise(entries)
+                if second.began < first.ended or second.offset < first.offset
+            ]
+    return found
+
+
+def _by_owner(log: Log, ids: Iterable[int]) -> dict[str, list[Handled]]:
+    found: dict[str, list[Handled]] = defaultdict(list)
+    for identity in ids:
+        for entry in log.handled[identity]:
+            found[entry.owner].append(entry)
+    for entries in found.values():
+        entries.sort(key=lambda entry: entry.began)
+    return found
