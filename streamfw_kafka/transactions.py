@@ -185,6 +185,10 @@ async def _stopped(producer: AIOKafkaProducer) -> None:
         log.debug("a transactional producer did not stop: %r", error)
     finally:
         await producer.client.close()
+        # Nobody waits for the end of a transaction that was given up: asyncio would complain of its error.
+        waiter = producer._txn_manager and producer._txn_manager._transaction_waiter
+        if waiter is not None and waiter.done() and not waiter.cancelled():
+            waiter.exception()
 
 
 class Unit(UnitOfWork):

@@ -1,0 +1,240 @@
+"""``transactional=True`` on Kafka: what a handler publishes and the end of its message are seen together, or never."""
+
+# No "from __future__ import annotations": handlers here name local topics in their annotations.
+
+import asyncio
+from collections import Counter
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from aiokafka import AIOKafkaProducer, TopicPartition
+
+from streamfw import App, Backoff, Batch, Publisher, subscriber
+from streamfw.broker import Subscription
+from streamfw.errors import PublishError, TooLarge, Unroutable
+from streamfw.outcome import DeadLetter
+from streamfw_kafka import KafkaBroker, Offset, Topic, Transaction
+from streamfw_kafka.source import KafkaSource
+from tests.brokers.kafka_kit import new_name, read
+from tests.helpers import eventually
+from tests.services.kafka import Kafka
+
+
+class Order(msgspec.Struct):
+    id: int
+
+
+def broker_of(kafka: Kafka, **options: Any) -> KafkaBroker:
+    quick = {"heartbeat": 0.1, "session_timeout": 6.0, "commit_every": 0.05, "create_topics": True, "partitions": 2}
+    return KafkaBroker(kafka.url, **(quick | options))
+
+
+async def seen(kafka: Kafka, topic: str) -> list[int]:
+    """The ids in a topic, as who reads what is committed sees them."""
+    return sorted(msgspec.json.decode(record.value)["id"] for record in await read(kafka, topic))
+
+
+async def all_committed(app: App, count: int) -> None:
+    """The group has committed everything."""
+    source: Any = app.pumps[0].source
+    assert isinstance(source, KafkaSource)
+    await eventually(lambda: sum(part.committed for part in source.group.parts.values()) >= count)
+
+
+async def filled(kafka: Kafka, topic: str, count: int) -> None:
+    async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap) as producer:
+        await asyncio.gather(
+            *[await producer.send(topic, b'{"id":%d}' % number, partition=number % 2) for number in range(count)]
+        )
+
+
+async def test_every_way_to_publish_is_in_the_transaction(kafka: Kafka) -> None:
+    orders, *outs = names = [new_name(what) for what in ("orders", "returned", "injected", "raw", "app")]
+    for name in names:
+        await kafka.create_topic(name, partitions=2)
+    failures = 0
+
+    @subscriber(orders, transactional=True, workers=8, publishes=outs[0], attempts=3, backoff=Backoff(first=0.01))
+    async def handle(
+        order: Order, receipts: Annotated[Publisher[Order], outs[1]], producer: Transaction, offset: Offset
+    ) -> Order:
+        nonlocal failures
+        await receipts.publish(order)
+        await producer.send_and_wait(outs[2], b'{"id":%d}' % order.id)
+        await app.publish(outs[3], order, key="k")
+        if order.id % 3 == 0 and failures < 4:
+            failures += 1
+            raise LookupError(f"not yet, at {offset}")
+        return order
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        await filled(kafka, orders, 12)
+        await all_committed(app, 12)
+    assert failures == 4
+    for out in outs:
+        assert await seen(kafka, out) == list(range(12)), out
+    assert len(await read(kafka, outs[1], isolation="read_uncommitted")) == 12 + 4  # the others were aborted
+
+
+async def test_a_batch_is_one_transaction_of_one_partition(kafka: Kafka) -> None:
+    orders, receipts = new_name("orders"), new_name("receipts")
+    await kafka.create_topic(orders, partitions=2)
+    await kafka.create_topic(receipts, partitions=2)
+    await filled(kafka, orders, 100)
+    batches: list[list[int]] = []
+
+    @subscriber(orders, transactional=True, batch=Batch(20, wait=0.05), workers=4, backoff=Backoff(first=0.01))
+    async def handle(batch: list[Order], out: Annotated[Publisher[Order], receipts]) -> None:
+        batches.append([order.id for order in batch])
+        for order in batch:
+            await out.publish(order)
+        if len(batches) == 2:
+            raise LookupError("the second one fails")
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        await all_committed(app, 100)
+    assert await seen(kafka, receipts) == list(range(100))
+    assert all(len({order % 2 for order in batch}) == 1 for batch in batches)
+    assert max(map(len, batches)) > 5
+
+
+async def test_a_dead_letter_before_a_message_is_not_committed_past(kafka: Kafka) -> None:
+    """The dead letter of offset 0 is on its way while offset 1 is handled: its commit waits."""
+    orders, receipts = new_name("orders"), new_name("receipts")
+    for name in (orders, f"{orders}.dead", receipts):
+        await kafka.create_topic(name, partitions=2)
+    let_go = asyncio.Event()
+
+    @subscriber(orders, transactional=True, publishes=receipts)
+    async def handle(order: Order) -> Order:
+        if order.id == 0:
+            raise DeadLetter("no")
+        return order
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        connection: Any = app.connection()
+        publish = connection.publishing.publish
+
+        async def late(messages: Any) -> Any:
+            await let_go.wait()
+            return await publish(messages)
+
+        connection.publishing.publish = late
+        await filled(kafka, orders, 4)
+        source: Any = app.pumps[0].source
+        parts = source.group.parts
+        await eventually(lambda: parts[TopicPartition(orders, 1)].committed == 2)
+        assert parts[TopicPartition(orders, 0)].committed <= 0
+        assert await seen(kafka, receipts) == [1, 3]
+        let_go.set()
+        await eventually(lambda: parts[TopicPartition(orders, 0)].committed == 2)
+    assert await seen(kafka, receipts) == [1, 2, 3]
+    assert await seen(kafka, f"{orders}.dead") == [0]
+
+
+async def test_a_producer_that_was_fenced_repeats_nothing_that_is_seen(kafka: Kafka) -> None:
+    """Somebody starts a producer with our transactional ids, as a new owner of the partitions would."""
+    orders, receipts = new_name("orders"), new_name("receipts")
+    await kafka.create_topic(orders, partitions=2)
+    await kafka.create_topic(receipts, partitions=2)
+    await filled(kafka, orders, 200)
+    handled: Counter[int] = Counter()
+
+    @subscriber(Topic(orders, transactional_id=orders), transactional=True, workers=4, publishes=receipts)
+    async def handle(order: Order) -> Order:
+        handled[order.id] += 1
+        if order.id in (50, 101) and handled[order.id] == 1:
+            async with AIOKafkaProducer(
+                bootstrap_servers=kafka.bootstrap, transactional_id=f"{orders}-{orders}-{order.id % 2}"
+            ):
+                pass
+        return order
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        await eventually(lambda: len(handled) == 200, 30)
+        source: Any = app.pumps[0].source
+        await eventually(lambda: sum(part.committed for part in source.group.parts.values()) == 200, 30)
+    assert await seen(kafka, receipts) == list(range(200))
+    assert handled[50] > 1  # it was rolled back
+    assert handled[101] > 1
+
+
+async def test_what_a_transaction_refuses_is_said_for_each_message(kafka: Kafka) -> None:
+    orders = new_name("orders")
+    await kafka.create_topic(orders, partitions=2)
+    answers: list[PublishError] = []
+
+    @subscriber(orders, transactional=True, dead_letter=None)
+    async def handle(order: Order) -> None:
+        for name, payload in ((orders, bytes(2000)), (f"{orders}.nowhere", b"x")):
+            with pytest.raises(PublishError) as raised:
+                await app.publish(name, payload)
+            answers.append(raised.value)
+
+    app = App(handle, brokers={"default": broker_of(kafka, max_body=1000, create_topics=False)})
+    async with app.running():
+        await filled(kafka, orders, 1)
+        await all_committed(app, 1)
+    assert [type(answer) for answer in answers] == [TooLarge, Unroutable]
+
+
+async def test_who_publishes_after_the_end_is_refused(kafka: Kafka) -> None:
+    orders, receipts = new_name("orders"), new_name("receipts")
+    await kafka.create_topic(orders, partitions=2)
+    await kafka.create_topic(receipts, partitions=2)
+    tasks: list[asyncio.Task[str]] = []
+    ended = asyncio.Event()
+
+    async def later() -> str:
+        await ended.wait()
+        return await app.publish(receipts, Order(1))
+
+    @subscriber(orders, transactional=True)
+    async def handle(order: Order) -> None:
+        tasks.append(asyncio.ensure_future(later()))  # its context is the handler's
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        await filled(kafka, orders, 1)
+        await all_committed(app, 1)
+        ended.set()
+        with pytest.raises(PublishError, match="is over"):
+            await tasks[0]
+    assert await seen(kafka, receipts) == []
+
+
+async def test_two_members_hand_partitions_over_between_transactions(kafka: Kafka) -> None:
+    orders, receipts = new_name("orders"), new_name("receipts")
+    await kafka.create_topic(orders, partitions=2)
+    await kafka.create_topic(receipts, partitions=2)
+    await filled(kafka, orders, 400)
+    done: set[int] = set()
+
+    def member() -> App:
+        @subscriber(Topic(orders), transactional=True, workers=2, publishes=receipts, group="g")
+        async def handle(order: Order) -> Order:
+            await asyncio.sleep(0.002)
+            done.add(order.id)
+            return order
+
+        return App(handle, brokers={"default": broker_of(kafka)})
+
+    async with member().running():
+        await eventually(lambda: len(done) > 50)
+        async with member().running():
+            await eventually(lambda: len(done) > 200)
+        await eventually(lambda: len(done) == 400, 30)
+    assert await seen(kafka, receipts) == list(range(400))
+
+
+async def test_a_source_without_transactions_refuses_one(kafka: Kafka) -> None:
+    broker = broker_of(kafka)
+    topic = Topic("orders", mixed_batches=True)
+    assert list(broker.mistakes(Subscription("orders", source=topic, transactional=True)))
+    topic = Topic("orders", retry_topic=True)
+    assert list(broker.mistakes(Subscription("orders", source=topic, transactional=True)))
