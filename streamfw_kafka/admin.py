@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
-from aiokafka.errors import KafkaError, LeaderNotAvailableError, UnknownError, kafka_errors
+from aiokafka.errors import KafkaError, LeaderNotAvailableError
 from aiokafka.protocol.admin import (
     CreateTopicsRequest,
     DeleteRecordsRequest,
@@ -28,7 +28,7 @@ from aiokafka.structs import TopicPartition
 
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
 
-from .errors import translated
+from .errors import response_error, translated
 from .nodes import Nodes
 from .settings import Settings
 
@@ -75,14 +75,6 @@ def topic_name_mistake(name: str) -> str:
     return (
         f"topic {name[:300]!r} cannot exist: a name is 1 to 249 letters, digits, '.', '_' and '-', and not '.' or '..'"
     )
-
-
-def response_error(code: int, said: str | None = None) -> KafkaError:
-    """The error of a code in a response, with what the server said about it."""
-    kind = kafka_errors.get(code)
-    if kind is None:
-        return UnknownError(f"{said or 'refused'} (error code {code})")
-    return kind(said) if said else kind()
 
 
 class Topics:
@@ -308,9 +300,15 @@ class Topics:
         self, group: str, partitions: Iterable[TopicPartition] | None = None
     ) -> dict[TopicPartition, int]:
         """The committed offsets of a group: of these partitions (None: of all), where there is one."""
+        return {tp: offset for tp, (offset, _) in (await self.committed_with_text(group, partitions)).items()}
+
+    async def committed_with_text(
+        self, group: str, partitions: Iterable[TopicPartition] | None = None
+    ) -> dict[TopicPartition, tuple[int, str]]:
+        """The same, each with the text that its committer put beside it ("metadata" to Kafka)."""
         what = f"asking for the offsets of group {group!r}"
         topics = None if partitions is None else by_topic((tp, tp.partition) for tp in partitions)
-        found: dict[TopicPartition, int] = {}
+        found: dict[TopicPartition, tuple[int, str]] = {}
 
         async def once() -> None:
             coordinator = await self.coordinator(group, what)
@@ -318,11 +316,11 @@ class Topics:
             if code := getattr(response, "error_code", 0):
                 raise response_error(code)
             for topic, answers in response.topics:
-                for partition, offset, _, code in answers:
+                for partition, offset, text, code in answers:
                     if code:
                         raise response_error(code, f"{topic}-{partition}")
                     if offset >= 0:
-                        found[TopicPartition(topic, partition)] = offset
+                        found[TopicPartition(topic, partition)] = offset, text or ""
 
         await self.patiently(what, once)
         return found
