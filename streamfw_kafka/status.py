@@ -18,7 +18,7 @@ from aiokafka import TopicPartition
 
 from streamfw.errors import BrokerUnavailable
 
-from .admin import Group, Topics
+from .admin import Group, Leaders, Topics
 
 __all__ = ["Facts", "GroupMember", "GroupPartition", "GroupStatus", "PartitionStatus", "read_facts", "read_status"]
 
@@ -110,20 +110,22 @@ async def read_status(topics: Topics, names: Sequence[str] | None) -> list[Group
         committed.append(await topics.committed_with_text(name))
     held = [{tp: member.member_id for member in group.members for tp in member.partitions} for group in described]
     ends = await _ends(topics, {tp for places in (*committed, *held) for tp in places})
-    return [_status(group, *facts, ends) for group, *facts in zip(described, committed, held, strict=True)]
+    return [_status(group, offsets, has, ends) for group, offsets, has in zip(described, committed, held, strict=True)]
 
 
 async def _ends(topics: Topics, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
     """Where they end, of those that are there."""
     names = {tp.topic for tp in partitions}
     leaders = await topics.look(names, strict=False) if names else {}
-    there = [
-        tp for tp in partitions if (leaders.get(tp.topic) or ())[tp.partition : tp.partition + 1] not in ((), (-1,))
-    ]
+    there = [tp for tp in partitions if _has_leader(leaders.get(tp.topic), tp.partition)]
     try:
         return await topics.latest(there)
     except BrokerUnavailable:  # a leader went meanwhile: all else is worth telling
         return {}
+
+
+def _has_leader(leaders: Leaders | None, number: int) -> bool:
+    return leaders is not None and number < len(leaders) and leaders[number] != -1
 
 
 def _status(
