@@ -1,4 +1,4 @@
-"""A process that copies one topic into another in transactions: ``python -m tests.faults.kafka_copier URL IN OUT BATCH``.
+"""Copies one topic into another in transactions: ``python -m tests.faults.kafka_copier URL IN OUT BATCH``.
 
 BATCH 0: message by message, with four workers; else batches of that size. Each message takes up to 3 ms.
 """
@@ -13,8 +13,6 @@ import msgspec
 
 from streamfw import App, Batch, Publisher, subscriber
 from streamfw_kafka import KafkaBroker
-
-OPTIONS = {"session_timeout": 2.0, "heartbeat": 0.2, "metadata_age": 2.0}
 
 
 class Work(msgspec.Struct):
@@ -36,7 +34,7 @@ def main(url: str, source: str, target: str, batch: int) -> None:
         if batch
         else subscriber(source, transactional=True, workers=4)(copy)
     )
-    broker = KafkaBroker(url, **OPTIONS)
+    broker = KafkaBroker(url, session_timeout=2.0, heartbeat=0.2, metadata_age=2.0)
     App(handler, name="copiers", brokers={"default": broker}, publishers=[out]).run(wait=30)
 
 
