@@ -6,7 +6,8 @@ of a machine share. An *owner* is a partition's epoch in one process: ``<process
     P <at> <generation> <partition> <start> <owner>              a partition is ours, from this offset on
     A <at> <generation> <partitions> <kept> <new>                all of them are assigned: the gate opens
     R <at> <generation> <partitions>                             revoked: the gate is shut
-    F <at>                                                       ..and it turns out that we were taken for dead
+    E <at> <owner> moved|fenced|left                             an owner's end: it was taken away, or given to others
+                                                                 because we were taken for dead, or we left the group
     H <began> <ended> <id> <partition> <offset> <owner> <batch>  a message was handled (batch 0: alone)
     C <sent> <answered> <generation> <partition>:<offset>...     a commit was accepted
     X <sent> <answered> <generation> <error>                     a commit was refused, or not answered
@@ -100,15 +101,18 @@ class _Recorded(Membership):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._known: set[Part] = set()
+        self._how = "moved"
         self.ledger.memberships.append(self)
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
-        fenced = self.fenced
         if self.parts:
             self.ledger.write(f"R {time.monotonic_ns()} {self.generation} {len(self.parts)}")
         await super().on_partitions_revoked(revoked)
-        if self.fenced > fenced:
-            self.ledger.write(f"F {time.monotonic_ns()}")
+
+    def drop_all(self) -> None:
+        self._how = "left" if self.closed else "fenced"
+        super().drop_all()
+        self._how = "moved"
 
     async def take_over(self, assigned: Any) -> None:
         await super().take_over(assigned)
@@ -132,6 +136,7 @@ class _Recorded(Membership):
 
     def _end(self, part: Part) -> None:
         super()._end(part)
+        self.ledger.write(f"E {time.monotonic_ns()} {self.ledger.owner(part)} {self._how}")
         if part.gaps:
             self.ledger.write(f"G {part.tp.partition} {part.gaps}")
 

@@ -92,7 +92,7 @@ class Log:
     refused: Counter[str] = field(default_factory=Counter)
     revoked: list[tuple[int, str, int]] = field(default_factory=list)  # when, who, generation
     assigned: list[tuple[int, str, int]] = field(default_factory=list)
-    fenced: list[tuple[int, str]] = field(default_factory=list)
+    fenced: dict[str, int] = field(default_factory=dict)  # owners, and when their process heard of it
     stood_still: list[tuple[int, str, int]] = field(default_factory=list)
     gaps: Counter[int] = field(default_factory=Counter)
     kept: int = 0
@@ -122,8 +122,8 @@ def read(directory: Path) -> Log:
             log.assigned.append((int(words[0]), process, int(words[1])))
             log.kept += int(words[3])
             log.new += int(words[4])
-        elif kind == "F":
-            log.fenced.append((int(words[0]), process))
+        elif kind == "E" and words[2] == "fenced":
+            log.fenced[words[1]] = int(words[0])
         elif kind == "L":
             log.stood_still.append((int(words[0]), process, int(words[1])))
         elif kind == "G":
@@ -255,10 +255,8 @@ class _Causes:
         fate = self.fate(owner)
         if fate is not None:
             return "kill" if fate.kind == "kill" else "stop" if fate.kind == "stop" else "server"
-        for at, process in self._log.fenced:
-            if process == owner.process and at > owner.at and self._stood_still(process, at):
-                return "starved"
-        return "moved"
+        fenced = self._log.fenced.get(owner.name)
+        return "starved" if fenced is not None and self._stood_still(owner.process, fenced) else "moved"
 
     def _stood_still(self, process: str, until: int) -> bool:
         return any(who == process and until - self._window < at <= until for at, who, _ in self._log.stood_still)

@@ -104,11 +104,16 @@ def test_the_oracle_knows_the_cause_of_a_repeat(tmp_path: Path, fate: Fate, caus
     assert bool(found.faults) == (cause == "moved")
 
 
-def test_the_oracle_excuses_a_member_whose_loop_stood_still(tmp_path: Path) -> None:
-    starved = [f"L {75 + SECOND} {3 * SECOND}", f"F {80 + SECOND}"]
-    found = judged(tmp_path, [*FIRST, LATE, *starved], [line.replace(" 100 ", " 90 ") for line in SECOND_OWNER])
-    assert found.duplicates == {"starved": 1}
-    assert not found.faults
+@pytest.mark.parametrize(
+    ("stood_still", "how", "cause"), [(True, "fenced", "starved"), (False, "fenced", "moved"), (True, "moved", "moved")]
+)
+def test_the_oracle_excuses_only_a_member_that_was_taken_for_dead_because_its_loop_stood_still(
+    tmp_path: Path, stood_still: bool, how: str, cause: str
+) -> None:
+    still = [f"L {75 + SECOND} {3 * SECOND}"] if stood_still else []
+    found = judged(tmp_path, [*FIRST, LATE, *still, f"E {80 + SECOND} one.1 {how}"], SECOND_OWNER)
+    assert found.duplicates == {cause: 1}
+    assert bool(found.faults) == (cause == "moved")
 
 
 def test_the_oracle_bounds_what_a_kill_repeats(tmp_path: Path) -> None:
