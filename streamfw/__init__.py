@@ -28,6 +28,7 @@ from .broker import (
     DeadLetters,
     Delivery,
     Health,
+    Position,
     PumpControl,
     Settlement,
     Source,
@@ -64,7 +65,7 @@ from .errors import (
     WorkerDied,
 )
 from .handler import Attempt, DeliveryField, Header, MessageBatch, State, UnitConnection
-from .message import Headers, Message, Outgoing
+from .message import TOMBSTONE, Headers, Message, Outgoing
 from .middleware import Middleware, Next
 from .outcome import Ack, Backoff, DeadLetter, Drop, Outcome, Retry
 from .outlet import NextPublish, PublishMiddleware
@@ -74,6 +75,7 @@ from .subscriber import Batch, subscriber
 from .sync_publisher import SyncPublisher
 
 __all__ = [
+    "TOMBSTONE",
     "Ack",
     "App",
     "AppHealth",
@@ -116,6 +118,7 @@ __all__ = [
     "Outgoing",
     "PartialFailure",
     "PartitionRevoked",
+    "Position",
     "PublishError",
     "PublishMiddleware",
     "Publisher",

@@ -366,7 +366,7 @@ def _generate(build: _Builder, decode: Callable[[Any], Any] | None) -> Call:
     elif decode is not None:
         build.names["_decode"] = decode
         lines += ["    try:", "        _body = _decode(message.body)"]
-        lines += ["    except Exception as error:", "        raise _undecoded(error) from error"]
+        lines += ["    except Exception as error:", "        raise _undecoded(error, message.body) from error"]
     if build.early:  # a try costs nothing while nothing raises (3.11 and later)
         build.names["_Headers"] = Headers
         lines += ["    try:", "        _headers = message.raw_headers"]
@@ -389,7 +389,9 @@ def _generate(build: _Builder, decode: Callable[[Any], Any] | None) -> Call:
     return call
 
 
-def _decode_error(error: Exception) -> DecodeError:
+def _decode_error(error: Exception, body: object) -> DecodeError:
+    if isinstance(body, Tombstone):
+        return DecodeError("there is no body: it is a tombstone, and the handler's annotation has no None")
     return DecodeError(f"the body cannot be decoded: {error}"[:1024])
 
 
