@@ -36,6 +36,7 @@ USER = "streamfw"
 
 _NAME = "streamfw@localhost"
 _STREAMS = "rabbitmq_stream"
+_MARK = "=== start\n"
 _START = 60.0
 _STOP = 20.0
 
@@ -194,7 +195,8 @@ class Node:
     def _launch(self) -> None:
         (self.home / SOCKET).unlink(missing_ok=True)
         (self.home / "pid").unlink(missing_ok=True)
-        with self.log.open("ab") as log:
+        with self.log.open("ab", buffering=0) as log:
+            log.write(_MARK.encode())
             process = subprocess.Popen(
                 ["/bin/sh", "-c", 'echo $$ >pid && exec "$0"', str(programs() / "rabbitmq-server")],
                 cwd=self.home,
@@ -274,11 +276,13 @@ class Node:
             pass
 
     def said(self) -> str:
-        """The end of its log."""
+        """What its log tells of the last start: the first errors, or else the end."""
         try:
-            return self.log.read_text(errors="replace")[-3000:]
+            lines = self.log.read_text(errors="replace").rpartition(_MARK)[2].splitlines()
         except FileNotFoundError:
             return ""
+        errors = [line for line in lines if "[error]" in line]
+        return "\n".join(errors[:20] or lines[-20:])[:3000]
 
     def ctl(self, *arguments: str) -> str:
         """Run `rabbitmqctl` (0.4 to 2 s) and return what it printed. Raises `RabbitServerError` if it fails."""
