@@ -48,7 +48,11 @@ class KafkaConnection(Connection):
         transactions = self._transactions(subscription) if subscription.transactional else None
         source = KafkaSource(Opening(subscription, self.settings, self.topics, self.publishing.publish, transactions))
         self._sources.append(source)
-        await source.reopen()
+        try:
+            await source.reopen()
+        except BaseException:  # it is tried again with another one
+            self._sources.remove(source)
+            raise
         return source
 
     def _transactions(self, subscription: Subscription) -> Transactions:

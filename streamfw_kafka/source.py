@@ -295,7 +295,8 @@ class KafkaSource(Source):
     async def stop(self) -> None:
         """See `Source.stop`."""
         self._stopped = True
-        self.group.opened.set()
+        if hasattr(self, "group"):  # else its first opening was interrupted, or failed
+            self.group.opened.set()
 
     def _require_open(self) -> None:
         if self._closed:
