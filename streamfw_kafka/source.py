@@ -46,7 +46,9 @@ from .errors import translated
 from .group import Membership
 from .opening import Opening
 from .retry import Waiting, again_later
+from .status import PartitionStatus
 from .transactions import Unit
+from .watch import Watch
 
 __all__ = ["KafkaSource"]
 
@@ -68,7 +70,8 @@ class KafkaSource(Source):
         self._settings = opening.settings
         bundled = subscription.batch is not None and not opening.topic.mixed_batches
         self._make = maker_of("partition" if subscription.transactional else subscription.ordered_by, bundled)
-        self._committer: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.watch = Watch(opening, lambda: self._fetching)
         self._waiting = Waiting(opening.topic.name)
         self._sent: set[tuple[Part, int]] = set()  # published again by a settlement that is being repeated
         self._served: set[TopicPartition] = set()
@@ -87,7 +90,9 @@ class KafkaSource(Source):
         except BrokerClosed:
             await self._leave()
             raise
-        self._committer = asyncio.get_running_loop().create_task(self._keep_committing(self.group))
+        loop = asyncio.get_running_loop()
+        self.watch.begin(self.group, loop.time())
+        self._tasks = [loop.create_task(self._keep_committing(self.group)), loop.create_task(self.watch.run())]
 
     async def _keep_committing(self, group: Membership) -> None:
         try:
@@ -318,9 +323,10 @@ class KafkaSource(Source):
         group.closed = True
         group.gate = False
         group.opened.set()
-        if self._committer is not None:
-            self._committer.cancel()
-            await asyncio.wait([self._committer])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         group.drop_all()
         self._over.clear()
         self._waiting.clear()
@@ -335,6 +341,30 @@ class KafkaSource(Source):
             self.group.check()
         except (BrokerClosed, BrokerUnavailable) as error:
             return Health(False, str(error))
-        if not self.group.gate:
-            return Health(False, "joining the consumer group")
-        return Health(True, f"{len(self.group.parts)} partitions")
+        return self.watch.health()
+
+    def partitions(self) -> list[PartitionStatus]:
+        """How the partitions are that this source has now. No I/O; to be called in the source's event loop."""
+        self._require_open()
+        return [self._status(part) for part in self.group.parts.values()]
+
+    def _status(self, part: Part) -> PartitionStatus:
+        mark, end = part.mark.position, self.watch.end_of(part.tp)
+        is_open = part.mark.open > 0
+        return PartitionStatus(
+            topic=part.tp.topic,
+            partition=part.tp.partition,
+            committed=None if part.committed < 0 else part.committed,
+            mark=mark,
+            read_to=max(part.mark.end, self.group.consumer.read_to(part.tp) or 0),
+            open=part.mark.open,
+            blocking=mark if is_open else None,
+            since=part.since if is_open and part.blocking == mark else None,
+            end=end,
+            lag=None if end is None else max(0, end - mark),
+        )
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Source.gauges`."""
+        parts = list(self.group.parts.values())
+        return {"lag": self.watch.lag(), "open": sum(part.mark.open for part in parts), "partitions": len(parts)}
