@@ -350,6 +350,15 @@ class Source(ABC):
         """What this source knows of itself, without I/O: whether it is able to deliver."""
         return Health(True)
 
+    def gauges(self) -> Mapping[str, float]:
+        """Numbers that go up and down, for the metrics of the app, where ``lag`` becomes ``streamfw_source_lag``; none
+        by default. A log has ``lag`` (from what is settled to the ends of its partitions), ``open`` (messages that were
+        read and are not settled) and ``partitions``.
+
+        Asked only when somebody reads them, after `Connection.open`, from any thread; no I/O.
+        """
+        return {}
+
 
 class Connection(ABC):
     """An open connection to a broker, for the life of an app: it publishes, and opens sources.

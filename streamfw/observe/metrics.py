@@ -82,6 +82,12 @@ _COUNTERS: Final = (
     ("reopened", "source_reopens", "How often the source broke and was opened again."),
 )
 
+_OF_SOURCES: Final = {
+    "lag": "Messages from what is settled to the end of its partitions, as last heard.",
+    "open": "Messages that were read and are not settled.",
+    "partitions": "Partitions that it reads.",
+}
+
 
 def collect(app: App) -> list[Metric]:
     """The metrics of `app`; none of a subscriber while the app does not run."""
@@ -124,6 +130,8 @@ def _of_pump(pump: Pump, labels: Mapping[str, str]) -> Iterator[Metric]:
     # A copy, in one step of the interpreter: the reader may be another thread.
     yield metric("gauge", "workers_busy", "Workers that have work.", sum(slot.busy for slot in list(crew.slots)))
     yield metric("gauge", "source_live", "1: its source is live; 0: it is not.", int(pump.health().ok))
+    for gauge, value in pump.source.gauges().items():
+        yield metric("gauge", f"source_{gauge}", _OF_SOURCES.get(gauge, f"{gauge} of its source."), value)
 
 
 def _of_brokers(app: App, built: Built) -> Iterator[Metric]:

@@ -122,6 +122,24 @@ async def test_a_source_that_breaks() -> None:
         assert read(app, "source_live") == 1
 
 
+async def test_the_gauges_of_a_source_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = FakeBroker()
+
+    @subscriber("orders")
+    async def ship(order: int) -> None: ...
+
+    app = App(ship, brokers={"default": broker})
+    async with app.running():
+        assert "source_lag" not in values(app, name="orders")
+        monkeypatch.setattr(broker.sources["orders"], "gauges", lambda: {"lag": 12, "cousins": 3.5}, raising=False)
+        assert read(app, "source_lag", name="orders") == 12
+        assert read(app, "source_cousins", name="orders") == 3.5
+        registry = CollectorRegistry()
+        registry.register(collector(app))
+        assert scraped(registry)["streamfw_source_lag", "orders"] == 12
+        assert "# HELP streamfw_source_cousins cousins of its source." in generate_latest(registry).decode()
+
+
 async def test_publishes_and_requests() -> None:
     gate = asyncio.Event()
 
