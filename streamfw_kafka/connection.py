@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from streamfw.broker import Connection, Health, Source, Subscription
+from streamfw.broker import Connection, DeadLetters, Health, Position, Source, Subscription
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, PublishError
 from streamfw.message import Outgoing
 
 from .admin import Topics
+from .deadletters import KafkaDeadLetters
+from .groups import Moved, seek_group, withdraw
 from .opening import Opening
 from .publish import Publishing
 from .settings import Settings
 from .source import KafkaSource
+from .status import GroupStatus, read_status
 from .topic import topic_of
 from .transactions import Transactions
 
@@ -36,13 +39,14 @@ class KafkaConnection(Connection):
         """Reach a server. Raises `BrokerError`."""
         await self.topics.names()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises `BrokerClosed` after `close`."""
         if self.closed:
             raise BrokerClosed("the connection to Kafka was closed")
 
     async def open(self, subscription: Subscription) -> Source:
         """See `Connection.open`."""
-        self._check_open()
+        self.check_open()
         if mistakes := list(subscription_mistakes(subscription)):
             raise BrokerRefused(f"{subscription!r}: {'; '.join(mistakes)}")
         transactions = self._transactions(subscription) if subscription.transactional else None
@@ -61,17 +65,45 @@ class KafkaConnection(Connection):
 
     async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
         """See `Connection.publish`."""
-        self._check_open()
+        self.check_open()
         return await self.publishing.publish(messages)
 
     async def check(self) -> Health:
         """See `Connection.check`."""
-        self._check_open()
+        self.check_open()
         try:
             await self.topics.names(fresh=True)
         except BrokerError as error:
             return Health(False, str(error))
         return Health(True)
+
+    # -- for people
+
+    async def status(self, groups: Sequence[str] | None = None) -> list[GroupStatus]:
+        """How these consumer groups are (None: all that there are): members, and how far each partition is read. Groups
+        of other programs as well, without what only ours tell. Raises a `BrokerError`."""
+        self.check_open()
+        return await read_status(self.topics, groups)
+
+    async def seek_group(self, group: str, topic: str, to: Position) -> list[Moved]:
+        """Let a group that does not run read on from elsewhere in a topic; return what was moved. (One that runs moves
+        by itself: `App.seek`.)
+
+        Raises `BrokerRefused`, having moved nothing, while it has members, for an offset that is not kept, and for a
+        topic or partition that is not there; `ValueError` for a time without a time zone.
+        """
+        self.check_open()
+        return await seek_group(self.topics, group, topic, to)
+
+    async def dead_letters(self, name: str) -> DeadLetters:
+        """See `Connection.dead_letters`."""
+        self.check_open()
+        return KafkaDeadLetters(self, name)
+
+    async def withdraw(self, name: str, group: str) -> int:
+        """See `Connection.withdraw`. Raises `BrokerRefused` while members of the group read the topic."""
+        self.check_open()
+        return await withdraw(self.topics, name, group)
 
     async def close(self) -> None:
         """Close sources first, then what they publish with."""

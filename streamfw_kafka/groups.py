@@ -20,7 +20,7 @@ from streamfw.errors import BrokerError, BrokerRefused
 
 from .admin import MissingTopic, Topics, by_topic, response_error, topic_name_mistake
 
-__all__ = ["Moved", "offsets_of", "seek_group", "withdraw"]
+__all__ = ["Moved", "offsets_of", "partitions_of", "seek_group", "withdraw"]
 
 _SUBSCRIBED: Final = 86  # GROUP_SUBSCRIBED_TO_TOPIC
 _NOBODY: Final = -1  # the generation of who is no member
@@ -57,9 +57,12 @@ async def seek_group(topics: Topics, group: str, topic: str, to: Position) -> li
     """Let a group that does not run read on from elsewhere in one topic.
 
     Raises `BrokerRefused` while it has members (who would go on from where they are), for a partition that is not there
-    and an offset that is not kept, and every other `BrokerError`. Nothing is moved then.
+    and an offset that is not kept, every other `BrokerError`, and `ValueError` for a time without a time zone. Nothing
+    is moved then.
     """
-    partitions = await _partitions(topics, topic)
+    if isinstance(to, datetime) and to.tzinfo is None:
+        raise ValueError(f"{to!r} has no time zone, so it means another moment on each machine")
+    partitions = await partitions_of(topics, topic)
     if isinstance(to, Mapping):
         await _check_offsets(topics, topic, to, partitions)
     await _check_idle(topics, group)
@@ -69,7 +72,8 @@ async def seek_group(topics: Topics, group: str, topic: str, to: Position) -> li
     return [Moved(tp.topic, tp.partition, before.get(tp), offset) for tp, offset in sorted(wanted.items())]
 
 
-async def _partitions(topics: Topics, topic: str) -> list[TopicPartition]:
+async def partitions_of(topics: Topics, topic: str) -> list[TopicPartition]:
+    """Its partitions. Raises `MissingTopic`."""
     found = [TopicPartition(topic, number) for number in await topics.partitions(topic, fresh=True)]
     if not found:
         raise MissingTopic(f"Kafka: topic {topic!r} does not exist{await topics.near(topic)}")

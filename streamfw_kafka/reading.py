@@ -30,8 +30,12 @@ class Reader:
     """Made by `reading`."""
 
     def __init__(self, consumer: AIOKafkaConsumer, spans: Spans, settings: Settings) -> None:
-        self._consumer, self._spans = consumer, spans
+        self._consumer, self._spans = consumer, dict(spans)
         self._timeout = 2 * settings.request_timeout
+
+    def leave(self, tp: TopicPartition) -> None:
+        """Read no more of this partition."""
+        self._spans.pop(tp, None)
 
     async def some(self) -> list[Any]:
         """The next records (of aiokafka's kind), each partition in its order; none at the end.
