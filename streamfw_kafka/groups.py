@@ -149,7 +149,7 @@ class _OffsetDelete(RequestStruct):  # type: ignore[misc, unused-ignore]
     RESPONSE_TYPE = _OffsetDeleteResponse
     SCHEMA = Schema(
         ("group_id", String("utf-8")),
-        ("topics", Array(("name", String("utf-8")), ("partitions", Array(("partition", Int32))))),
+        ("topics", Array(("name", String("utf-8")), ("partitions", Array(Int32)))),
     )
 
 
