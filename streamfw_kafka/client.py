@@ -87,6 +87,14 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
         beat = None if self._coordinator is None else self._coordinator._heartbeat_task
         return beat is not None and not beat.done()
 
+    def raise_errors(self) -> None:
+        """What aiokafka has against our group (another assignor there, no right, a session it does not allow). It keeps
+        that for who calls ``getmany`` next, and stands still until then: nobody does before we have partitions. Raises
+        a `KafkaError`."""
+        coordinator = self._coordinator
+        if coordinator is not None and not coordinator._coordination_task.cancelled():
+            coordinator.check_errors()
+
     def stay_polled(self) -> None:
         """Be alive for the client, which leaves the group of who does not call ``getmany`` for ``max_poll_interval``,
         and then does not join again before he does (#1187). Ours does not while all is full, nor while he waits for the

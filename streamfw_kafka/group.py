@@ -48,6 +48,7 @@ __all__ = ["Membership"]
 
 log = logging.getLogger("streamfw.kafka")
 
+LOOK = 0.2  # seconds between two looks at what keeps the gate shut
 TAKE_OVER = 20.0  # seconds: no heartbeat is sent meanwhile, so well below the session timeout
 TELL = 5.0  # seconds between two commits of one offset, when only what is told with it has changed
 TWINS = 3  # times in a row that a static member is thrown out before it is said to have a twin
@@ -357,6 +358,18 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
     def unsettled(self) -> Iterable[Part]:
         """The parts with something open."""
         return [part for part in self.parts.values() if part.mark.open]
+
+    async def wait_opened(self) -> None:
+        """Wait for the gate, a moment at most. Raises a `BrokerError` that keeps it shut."""
+        try:
+            async with asyncio.timeout(LOOK):
+                await self.opened.wait()
+        except TimeoutError:
+            pass
+        try:
+            self.consumer.raise_errors()
+        except KafkaError as error:
+            raise translated(error, f"joining group {self._subscription.group!r}") from error
 
     def check(self) -> None:
         """Raises what has gone wrong in the background."""

@@ -16,7 +16,6 @@ from streamfw.errors import BrokerRefused, PublishError
 from streamfw.message import Outgoing
 
 from .admin import Topics
-from .assignment import UNKNOWN
 from .client import GroupConsumer, fresh_assignor
 from .errors import translated
 from .group import Membership
@@ -47,16 +46,17 @@ class Opening:
         self.publish = publish
         self.topic: Topic = topic_of(subscription)
         self.retry_name = self.topic.retry_name(subscription.group)
-        self._latest: dict[TopicPartition, int] | None = None
-        self._consumer: GroupConsumer
+        # Partitions as they were when this was opened first, each with its end where it is to begin there.
+        self._there: dict[TopicPartition, int | None] | None = None
+        self._known: set[str] = set()  # topics that the group had read of by then
 
     async def join(self) -> Membership:
         """Connect and join. Returns when the partitions are ours, or when `connect_timeout` is over and the group is
         still busy with moving its own (then they come later). Raises a `BrokerError`."""
         await self._check_topics()
-        await self._note_the_ends()
+        await self._look_around()
         what = f"subscribing to {self.topic.name!r} in group {self.subscription.group!r}"
-        self._consumer = consumer = self._made()
+        consumer = self._made()
         membership = Membership(
             consumer,
             self.subscription,
@@ -111,11 +111,12 @@ class Opening:
             consumer.subscribe(pattern=self._whole_pattern(), listener=membership)
         else:
             consumer.subscribe(topics=self._names(), listener=membership)
-        try:
-            async with asyncio.timeout(self.settings.connect_timeout):
-                await membership.opened.wait()
-        except TimeoutError:
-            log.warning("%r: the group is still busy with its members; joining goes on", self.subscription)
+        deadline = asyncio.get_running_loop().time() + self.settings.connect_timeout
+        while not membership.opened.is_set():
+            if asyncio.get_running_loop().time() > deadline:
+                log.warning("%r: the group is still busy with its members; joining goes on", self.subscription)
+                return
+            await membership.wait_opened()
 
     def _names(self) -> list[str]:
         return [self.topic.name, *([self.retry_name] if self.retry_name else [])]
@@ -133,24 +134,26 @@ class Opening:
         if self.subscription.dead_letter is not None:
             wanted.append(self.subscription.dead_letter)
         await self.topics.require(wanted, f"{self.subscription!r}")
-        if self.topic.partitions is not None:
+        start = self.topic.start
+        if named := {*(self.topic.partitions or ()), *(start if isinstance(start, Mapping) else ())}:
             there = await self.topics.partitions(self.topic.name)
-            if missing := sorted(set(self.topic.partitions) - set(there)):
+            if missing := sorted(named - set(there)):
                 raise BrokerRefused(
                     f"{self.subscription!r}: topic {self.topic.name!r} has {len(there)} partitions, and no {missing}"
                 )
 
     # -- where to begin
 
-    async def _note_the_ends(self) -> None:
-        """ "latest" means what is published after this: not what the ends are when the group has been joined."""
-        if self.topic.start != LATEST or self._latest is not None:
+    async def _look_around(self) -> None:
+        """What there is before the group is joined for the first time. "latest" means what is published after this, and
+        not what the ends are when it has been joined. And partitions without a commit are new ones where the topic has
+        others with one; who looks later sees commits of members that joined at the same time."""
+        if self.topic.start == EARLIEST or self._there is not None:
             return
         names = self._names() if self.topic.pattern is None else await self._matching()
-        found: dict[TopicPartition, int] = {}
-        for name in names:
-            found |= await self.topics.ends(name)
-        self._latest = found
+        there = [TopicPartition(name, n) for name in names for n in await self.topics.partitions(name, fresh=True)]
+        self._known = {tp.topic for tp in await self.topics.committed(self.subscription.group, there)}
+        self._there = {**(await self.topics.latest(there))} if self.topic.start == LATEST else dict.fromkeys(there)
 
     async def _matching(self) -> list[str]:
         pattern = re.compile(self._whole_pattern())
@@ -162,11 +165,11 @@ class Opening:
         earliest = await self.topics.earliest(unknown)
         if start == EARLIEST:
             return earliest
-        new = await self._added_later(unknown)
-        found = (self._latest or {}) if start == LATEST else await self.offsets_of(start, unknown)
-        begin = {
-            tp: earliest[tp] if tp in new else max(found.get(tp, offset), offset) for tp, offset in earliest.items()
-        }
+        # Those that were added later are read from their beginning: we may have noticed them late.
+        there = self._there or {}
+        old = {tp: end for tp, end in there.items() if tp in earliest and tp.topic not in self._known}
+        found = await self.offsets_of(start, old) if start != LATEST else old
+        begin = {tp: max(found.get(tp) or 0, offset) for tp, offset in earliest.items()}
         log.info("%r: begins at %s", self.subscription, {f"{tp.topic}-{tp.partition}": at for tp, at in begin.items()})
         return begin
 
@@ -175,18 +178,19 @@ class Opening:
         if to == EARLIEST:
             return await self.topics.earliest(partitions)
         if isinstance(to, Mapping):
-            return {tp: to[tp.partition] for tp in partitions if tp.partition in to and tp.topic == self.topic.name}
+            named = {tp: to[tp.partition] for tp in partitions if tp.partition in to and tp.topic == self.topic.name}
+            return await self._nearest(named)
         ends = await self.topics.latest(partitions)
         if not isinstance(to, datetime):
             return ends
         found = await self.topics.at(partitions, to.timestamp())
         return {tp: end if (offset := found.get(tp)) is None else offset for tp, end in ends.items()}
 
-    async def _added_later(self, unknown: Collection[TopicPartition]) -> set[TopicPartition]:
-        """Partitions that came to a topic which the group reads already: from their beginning, or what was published
-        before we noticed them would be left out."""
-        topics = {tp.topic for tp in unknown}
-        every = [TopicPartition(name, number) for name in topics for number in await self.topics.partitions(name)]
-        committed = await self._consumer.committed_offsets(every)
-        known = {tp.topic for tp, offset in committed.items() if offset > UNKNOWN}
-        return {tp for tp in unknown if tp.topic in known}
+    async def _nearest(self, wanted: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+        """These offsets, within what is there: one behind the end would leave out what comes next."""
+        first, ends = await self.topics.earliest(wanted), await self.topics.latest(wanted)
+        for tp, offset in wanted.items():
+            if offset > ends[tp]:
+                text = "%r: offset %d of %s-%d is not there yet: it ends at %d, and is read from there"
+                log.warning(text, self.subscription, offset, *tp, ends[tp])
+        return {tp: min(max(offset, first[tp]), ends[tp]) for tp, offset in wanted.items()}

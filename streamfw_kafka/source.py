@@ -109,7 +109,7 @@ class KafkaSource(Source):
             while not self._stopped:
                 self.group.check()
                 if not self.group.gate:
-                    await self.group.opened.wait()
+                    await self.group.wait_opened()
                 elif found := self._from_before(limit, max_bytes) or await self._read(limit, max_bytes):
                     return found
         finally:
