@@ -12,7 +12,7 @@ from aiokafka import errors as kafka
 
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
 
-__all__ = ["DRIVER_ERRORS", "concerns_message", "translated"]
+__all__ = ["DRIVER_ERRORS", "concerns_message", "response_error", "translated"]
 
 # What a call of aiokafka raises when the server, the network or the request is at fault. NotImplementedError: a server
 # that is too new or too old for every version of a request that aiokafka knows. ValueError: an answer that makes no
@@ -100,6 +100,25 @@ def _said(error: BaseException) -> str:
         return f"{said or error.description.rstrip('.')} ({error.message}, error {error.errno})"
     said = " ".join(map(str, error.args)) if isinstance(error, kafka.KafkaError) else str(error)
     return said.split("\n")[0][:300] or type(error).__name__
+
+
+# Those that aiokafka has no class for, in words.
+_WORDS: Final = {
+    76: "UNSUPPORTED_COMPRESSION_TYPE, the server does not know this compression",
+    82: "FENCED_INSTANCE_ID, somebody else joined as the same static member",
+    87: "INVALID_RECORD, the topic does not take this record: is it compacted, and the record without a key?",
+    88: "UNSTABLE_OFFSET_COMMIT, a transaction is about to commit offsets",
+    89: "THROTTLING_QUOTA_EXCEEDED, the server's quota is used up",
+    90: "PRODUCER_FENCED, a newer producer took our place",
+}
+
+
+def response_error(code: int, said: str | None = None) -> kafka.KafkaError:
+    """The error of a code in a response, with what the server said about it."""
+    kind = kafka.kafka_errors.get(code)
+    if kind is not None:
+        return kind(said) if said else kind()
+    return kafka.KafkaError(f"{said or 'refused'} ({_WORDS.get(code, 'unknown to aiokafka')}, error {code})")
 
 
 def concerns_message(error: BrokerError) -> bool:

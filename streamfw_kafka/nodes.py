@@ -62,7 +62,11 @@ class Nodes:
         if self._learning is None:
             self._learning = asyncio.create_task(self._learn(), name="streamfw kafka nodes")
             self._learning.add_done_callback(self._learned)
-        await asyncio.shield(self._learning)
+        learning = self._learning
+        await asyncio.wait([learning])
+        if learning.cancelled():
+            self._check_open()
+        learning.result()
 
     def _learned(self, task: asyncio.Task[None]) -> None:
         self._learning = None

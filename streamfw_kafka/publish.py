@@ -6,9 +6,9 @@ How it is sent is in `sending`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Coroutine, Sequence
-from functools import partial
 from typing import Any, Final
 
 from streamfw.errors import (
@@ -45,43 +45,33 @@ class Publishing:
     def __init__(self, settings: Settings, topics: Topics) -> None:
         self._settings, self._topics = settings, topics
         self._routes: dict[str, Route] = {}
-        self._finding: dict[str, asyncio.Task[tuple[type[PublishError], BrokerError] | None]] = {}
+        self._held: dict[str, list[Entry]] = {}  # until their topic is found
+        self._tasks: set[asyncio.Task[None]] = set()
         self._sending: Sending | None = None
         self._stale: asyncio.Event
         self._watching: asyncio.Task[None] | None = None
-        self._asking: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
         """One answer for each message, in order; empty when all are stored. Raises `BrokerClosed`.
 
-        Messages of one key (and topic) are stored in the order given. The answer is there within `publish_timeout`;
-        looking for a topic that is new to us may take as long again.
+        Messages of one key (and topic) are stored in the order given, also over calls that do not wait for each other.
+        The answer is there within `publish_timeout`; looking for a topic that is new to us may take as long again.
         """
-        self._check_open()
-        routes, unknown = self._routes, {}
-        for message in messages:
-            if message.name not in routes:
-                unknown = await self._found({message.name for message in messages} - routes.keys())
-                self._check_open()
-                break
+        if self._closed:
+            raise BrokerClosed("the connection to Kafka was closed")
         if not messages:
             return ()
         call = Call(len(messages))
         for place, message in enumerate(messages):
-            route = routes.get(message.name)
-            if route is not None:
-                self._add(route, call, place, message)
+            route = self._routes.get(message.name)
+            if route is None:
+                self._hold((call, place, message))
             else:
-                kind, error = unknown[message.name]
-                self._fail(call, place, message, kind, str(error), error)
+                self._add(route, call, place, message)
         await call.done
         errors = call.errors
         return () if errors is None else [errors.get(place) for place in range(len(messages))]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BrokerClosed("the connection to Kafka was closed")
 
     def _add(self, route: Route, call: Call, place: int, message: Outgoing) -> None:
         body: bytes | None = message.body
@@ -115,43 +105,43 @@ class Publishing:
 
     # -- topics
 
-    async def _found(self, names: set[str]) -> dict[str, tuple[type[PublishError], BrokerError]]:
-        """Find the routes of these topics; return why there is none for others. Calls that wait for the same topic wait
-        together."""
-        for name in names:
-            if name not in self._finding:
-                self._finding[name] = task = asyncio.create_task(self._find(name), name=f"streamfw kafka topic {name}")
-                task.add_done_callback(partial(self._end_finding, name))
-        waited = {name: self._finding[name] for name in names}
-        await asyncio.wait(waited.values())
-        for task in waited.values():
-            if task.cancelled():
-                raise BrokerClosed("the connection to Kafka was closed")
-        return {name: failure for name, task in waited.items() if (failure := task.result()) is not None}
+    def _hold(self, entry: Entry) -> None:
+        """Until its topic is found: behind those that wait for it already."""
+        name = entry[2].name
+        held = self._held.get(name)
+        if held is not None:
+            held.append(entry)
+            return
+        self._held[name] = [entry]
+        self._start(self._find(name))
 
-    def _end_finding(self, name: str, task: asyncio.Task[Any]) -> None:
-        del self._finding[name]
+    async def _find(self, name: str) -> None:
+        try:
+            route = await self._found(name)
+        except BrokerError as error:
+            for call, place, message in self._held.pop(name):
+                self._fail(call, place, message, _kind(error), str(error), error)
+            return
+        # In one step, so that nobody overtakes those who waited.
+        self._begin()
+        self._routes[name] = route
+        for call, place, message in self._held.pop(name):
+            if not call.done.done():
+                self._add(route, call, place, message)
 
-    async def _find(self, name: str) -> tuple[type[PublishError], BrokerError] | None:
+    async def _found(self, name: str) -> Route:
+        """The topic, made if need be and allowed. Tries for as long as a publish may take. Raises `BrokerError`."""
         loop = asyncio.get_running_loop()
         end, pause = loop.time() + self._settings.publish_timeout, _PACE
         while True:
             try:
                 async with asyncio.timeout_at(end):
-                    leaders = await self._topics.ensure(name)
-            except MissingTopic as error:
-                return Unroutable, error
-            except BrokerError as error:
-                if not error.transient:
-                    return Rejected if concerns_message(error) or error.__cause__ is None else Unavailable, error
-                if loop.time() + pause > end:
-                    return Unavailable, error
+                    return Route(name, await self._topics.ensure(name), loop.time())
             except TimeoutError:
-                return Unavailable, BrokerUnavailable(f"Kafka: asking for topic {name!r}: no answer in time")
-            else:
-                self._begin()
-                self._routes[name] = Route(name, leaders, loop.time())
-                return None
+                raise BrokerUnavailable(f"Kafka: asking for topic {name!r}: no answer in time") from None
+            except BrokerUnavailable:
+                if loop.time() + pause > end:
+                    raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
 
@@ -160,6 +150,11 @@ class Publishing:
             self._sending = Sending(self._topics.nodes, self._settings, self._told_stale, self._told_too_large)
             self._stale = asyncio.Event()
             self._watching = asyncio.create_task(self._watch(), name="streamfw kafka leaders")
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _told_stale(self, route: Route) -> None:
         self._stale.set()
@@ -196,12 +191,7 @@ class Publishing:
     # -- too large
 
     def _told_too_large(self, route: Route, entry: Entry, error: BrokerError) -> None:
-        self._ask(self._tell_too_large(route, entry, error))
-
-    def _ask(self, question: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(question)
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        self._start(self._tell_too_large(route, entry, error))
 
     async def _tell_too_large(self, route: Route, entry: Entry, error: BrokerError) -> None:
         call, place, message = entry
@@ -230,11 +220,23 @@ class Publishing:
         """Let go out what was published, until `deadline` (of the loop's clock, in seconds); what is left then gets its
         answer. Twice is once."""
         self._closed = True
-        for task in self._finding.values():
-            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         if self._sending is not None:
             await self._sending.close(deadline)
-        if self._asking:
-            await asyncio.wait(self._asking, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
-        for task in [*self._asking, *([self._watching] if self._watching else [])]:
+        left = [*self._tasks, *([self._watching] if self._watching else [])]
+        for task in left:
             task.cancel()
+        if left:
+            await asyncio.wait(left)
+        for entry in itertools.chain.from_iterable(self._held.values()):
+            self._fail(*entry, Unavailable, "publishing was closed before its topic was found")
+        self._held.clear()
+
+
+def _kind(error: BrokerError) -> type[PublishError]:
+    """What a topic that was not found means for a message to it."""
+    if isinstance(error, MissingTopic):
+        return Unroutable
+    # Without a cause it is a name that cannot be.
+    return Rejected if not error.transient and (concerns_message(error) or error.__cause__ is None) else Unavailable

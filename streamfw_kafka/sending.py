@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from aiokafka.errors import ClusterAuthorizationFailedError, TopicAuthorizationFailedError
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchBuilderPy
 
 from streamfw.errors import (
     BrokerError,
@@ -48,8 +48,8 @@ from streamfw.errors import (
 )
 from streamfw.message import Outgoing
 
-from .admin import Leaders, response_error
-from .errors import DRIVER_ERRORS, concerns_message, translated
+from .admin import Leaders
+from .errors import DRIVER_ERRORS, concerns_message, response_error, translated
 from .nodes import Nodes
 from .settings import Compression, Settings
 from .wire import Pairs, encoded, murmur2, value_of
@@ -64,6 +64,7 @@ _REQUEST_BYTES: Final = 8 * 1024 * 1024
 _OPEN: Final = 1.0  # seconds: who joins a batch later than that would have less than its own time
 _USE: Final = "publishing"
 _FOR_EVER: Final = 2**31 - 1
+_NO_LIMIT: Final = 2**31 - 1
 _CODECS: Final[dict[Compression, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 
 # Error codes of a produce response (protocol guide, "Error Codes").
@@ -120,7 +121,7 @@ class Batch:
 
     __slots__ = ("builder", "data", "deadline", "doubtful", "entries", "identity", "sequence", "until")
 
-    def __init__(self, builder: DefaultRecordBatchBuilder, now: float, deadline: float) -> None:
+    def __init__(self, builder: Any, now: float, deadline: float) -> None:
         self.builder = builder
         self.entries: list[Entry] = []
         self.until = now + _OPEN
@@ -204,7 +205,8 @@ class Sending:
         self._nodes, self._settings = nodes, settings
         self._stale, self._too_large = stale, too_large
         self._loop = asyncio.get_running_loop()
-        self._codec = _CODECS[settings.compression]
+        # Of a batch: the format's version, the codec, not transactional, and no producer yet.
+        self._form = (2, _CODECS[settings.compression], 0, -1, -1, 0)
         self._tasks: dict[int, _Node] = {}
         self._identity: Identity | None = None
         self._identifying = asyncio.Lock()
@@ -226,26 +228,36 @@ class Sending:
         now = self._loop.time()
         if lane.batches:
             batch = lane.batches[-1]
-            entries = batch.entries
             if batch.data is None and now < batch.until:
-                if batch.builder.append(len(entries), None, key, body, headers) is not None:
-                    entries.append(entry)
+                if self._append(batch, entry, key, body, headers):
                     return
                 batch.until = now  # full
                 if key is None:
                     route.turn()
                     lane = route.lanes[route.sticky]
         batch = self._batch(route, now, now + self._settings.publish_timeout)
-        batch.builder.append(0, None, key, body, headers)
-        batch.entries.append(entry)
+        if not self._append(batch, entry, key, body, headers):
+            batch = self._plain(batch, [entry])
         lane.batches.append(batch)
         if not lane.held:
             lane.held = True
             self._busy[lane] = None
             self._queue(lane)
 
+    @staticmethod
+    def _append(batch: Batch, entry: Entry, key: bytes | None, body: bytes | None, headers: Pairs) -> bool:
+        """Whether the batch takes it."""
+        entries = batch.entries
+        try:
+            if batch.builder.append(len(entries), None, key, body, headers) is None:
+                return False
+        except TypeError:  # an `EscapedName`
+            return False
+        entries.append(entry)
+        return True
+
     def _batch(self, route: Route, now: float, deadline: float) -> Batch:
-        return Batch(DefaultRecordBatchBuilder(2, self._codec, 0, -1, -1, 0, route.limit), now, deadline)
+        return Batch(DefaultRecordBatchBuilder(*self._form, route.limit), now, deadline)
 
     def _queue(self, lane: Lane) -> None:
         """Its first batch waits for its turn at the node that leads it."""
@@ -405,14 +417,18 @@ class Sending:
         self._next(lane)
 
     def _again(self, lane: Lane, batch: Batch, entries: list[Entry]) -> None:
-        """Put entries of a batch that was not stored at the front of their lane, in a batch that is closed."""
-        again = self._batch(lane.route, 0.0, batch.deadline)
+        """Put entries of a batch that was not stored at the front of their lane."""
+        lane.batches.appendleft(self._plain(batch, entries))
+
+    def _plain(self, batch: Batch, entries: list[Entry]) -> Batch:
+        """A closed batch of entries, in place of `batch`. The builder in Python takes names that are no text."""
+        again = Batch(_DefaultRecordBatchBuilderPy(*self._form, _NO_LIMIT), 0.0, batch.deadline)
         again.until = 0.0
         again.entries = entries
         for place, (_, _, message) in enumerate(entries):
             key, headers = encoded(message)
             again.builder.append(place, None, key, value_of(message.body), headers)
-        lane.batches.appendleft(again)
+        return again
 
     def _next(self, lane: Lane) -> None:
         if lane.batches:

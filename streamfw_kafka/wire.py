@@ -20,37 +20,50 @@ Pairs: TypeAlias = "list[tuple[str, bytes | None]]"
 
 
 def encoded(message: Outgoing) -> tuple[bytes | None, Pairs]:
-    """Key and headers of a record. A key that came with surrogate escapes goes out as the bytes it was.
+    """Key and headers of a record. A key or a header's name that came with surrogate escapes goes out as the bytes it
+    was.
 
     Raises `ValueError`, saying what of it cannot be encoded.
     """
+    what, text = "key", message.key
     try:
-        key = None if message.key is None else message.key.encode("utf-8", "surrogateescape")
+        key = None if text is None else text.encode("utf-8", "surrogateescape")
+        pairs = [*message.headers.pairs]
+        what = "header name"
+        for place, (text, value) in enumerate(pairs):
+            if not text.isascii():
+                pairs[place] = (_name(text), value)
+        what, text = "message id", message.message_id
+        if text:
+            pairs.insert(0, (MESSAGE_ID, text.encode("utf-8", "surrogateescape")))
     except UnicodeEncodeError:
-        raise ValueError(f"the key {message.key!r} has lone surrogates, which are no text") from None
-    pairs = message.headers.pairs
-    for name, _ in pairs:
-        if not name.isascii() and not _is_text(name):
-            raise ValueError(f"the header name {name!r} has lone surrogates, which are no text")
-    if not message.message_id:
-        return key, [*pairs]
-    try:
-        return key, [(MESSAGE_ID, message.message_id.encode()), *pairs]
-    except UnicodeEncodeError:
-        raise ValueError(f"the message id {message.message_id!r} has lone surrogates, which are no text") from None
+        raise ValueError(f"the {what} {text!r} has lone surrogates, which are no text") from None
+    return key, pairs
 
 
-def _is_text(name: str) -> bool:
+class EscapedName(str):
+    """A header's name that is not UTF-8 on the wire. aiokafka's builder in C takes nothing but plain text, and raises
+    `TypeError`; the one in Python asks it for its bytes."""
+
+    __slots__ = ()
+
+    def encode(self, encoding: str = "utf-8", errors: str = "surrogateescape") -> bytes:
+        """The bytes it was."""
+        return str.encode(self, "utf-8", "surrogateescape")
+
+
+def _name(text: str) -> str:
     try:
-        name.encode()
+        text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        text.encode("utf-8", "surrogateescape")  # or raises
+        return EscapedName(text)
+    return text
 
 
 def value_of(body: bytes | None) -> bytes | None:
     """A record's value: a null for a tombstone, which is another thing than no bytes."""
-    return None if body is None or isinstance(body, Tombstone) else body
+    return None if body is None or isinstance(body, Tombstone) else bytes(body)
 
 
 def key_of(key: bytes | None) -> str | None:

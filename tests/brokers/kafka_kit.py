@@ -45,7 +45,11 @@ async def read(kafka: Kafka, topic: str, *, isolation: str = "read_committed") -
     found: list[ConsumerRecord[Any, Any]] = []
     async with desk(kafka.url, isolation=isolation) as asked:
         ends = await asked.topics.ends(topic)
-    async with AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap, isolation_level=isolation) as consumer:
+    options = {
+        "isolation_level": isolation,
+        "fetch_max_wait_ms": 10,
+    }  # what waits for records holds up the next question
+    async with AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap, **options) as consumer:
         for partition, end in sorted(ends.items()):
             consumer.assign([partition])
             await consumer.seek_to_beginning(partition)
