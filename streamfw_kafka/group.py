@@ -315,6 +315,11 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
     def _refused(self, error: KafkaError | TimeoutError) -> None:
         self.refused += 1
         known = translated(error, f"committing for group {self._subscription.group!r}")
+        if self._manual and isinstance(error, UnknownMemberIdError):
+            known = BrokerRefused(
+                f"{self._subscription!r}: Topic(partitions=..) cannot commit: the group has members whom it gives its "
+                "partitions to, and takes commits from them only; give it a group= of its own"
+            )
         if not known.transient:
             self.fail(known, "")
         if not isinstance(error, _MOVING):

@@ -20,7 +20,7 @@ from .client import GroupConsumer, fresh_assignor
 from .errors import translated
 from .group import Membership
 from .settings import Settings, client_arguments
-from .topic import Topic, topic_of
+from .topic import Topic, topic_of, whole
 from .transactions import Transactions
 
 __all__ = ["Opening"]
@@ -122,10 +122,8 @@ class Opening:
         return [self.topic.name, *([self.retry_name] if self.retry_name else [])]
 
     def _whole_pattern(self) -> str:
-        """Of whole names (aiokafka looks for a beginning), and never our own dead letters."""
-        dead = self.subscription.dead_letter
-        but = f"(?!{re.escape(dead)}\\Z)" if dead else ""
-        return f"{but}(?:{self.topic.pattern})\\Z"
+        """Never our own dead letters."""
+        return whole(str(self.topic.pattern), self.subscription.dead_letter)
 
     # -- topics
 

@@ -10,7 +10,7 @@ import msgspec
 
 from streamfw.broker import Position, Subscription
 
-__all__ = ["Topic", "topic_of"]
+__all__ = ["Topic", "position_mistake", "topic_of", "whole"]
 
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -48,11 +48,10 @@ class Topic(msgspec.Struct, frozen=True):
 
     def mistakes(self, subscription: Subscription) -> list[str]:
         """What is wrong with it, as sentences."""
-        found = []
-        if self.pattern is None and (mistake := name_mistake(self.name)):
-            found.append(mistake)
-        if self.pattern is not None:
-            found += self._pattern_mistakes()
+        found = self._name_mistakes(subscription) if self.pattern is None else self._pattern_mistakes()
+        dead = subscription.dead_letter
+        if dead is not None and not found and (mistake := name_mistake(dead)):
+            found.append(f"its dead letters: {mistake}; give another one with dead_letter=")
         if self.partitions is not None and not _are_partitions(self.partitions):
             found.append(f"Topic(partitions={self.partitions!r}): numbers of partitions, each once, are needed")
         found += self._start_mistakes()
@@ -65,31 +64,38 @@ class Topic(msgspec.Struct, frozen=True):
             )
         return found
 
+    def _name_mistakes(self, subscription: Subscription) -> list[str]:
+        if mistake := name_mistake(self.name):
+            return [mistake]
+        if subscription.dead_letter == self.name:
+            return [f"dead_letter={self.name!r}: the topic is its own dead letter topic, and would be read for ever"]
+        return []
+
     def _pattern_mistakes(self) -> list[str]:
         try:
             re.compile(str(self.pattern))
         except re.error as error:
             return [f"Topic(pattern={self.pattern!r}): not a regular expression: {error}"]
+        try:
+            re.compile(whole(str(self.pattern)))
+        except re.error as error:
+            return [f"Topic(pattern={self.pattern!r}): flags belong in a group, as in (?i:..): {error}"]
         if self.partitions is not None or isinstance(self.start, Mapping):
             return ["Topic(pattern=..): its partitions, and offsets in them, cannot be given: they belong to one topic"]
         return []
 
     def _start_mistakes(self) -> list[str]:
-        start = self.start
-        if start in ("earliest", "latest"):
-            return []
-        if isinstance(start, datetime):
-            if start.tzinfo is None:
-                return [f"Topic(start={start!r}): a time without a time zone means another moment on each machine"]
-            return []
-        if isinstance(start, Mapping) and all(_is_count(p) and _is_count(o) for p, o in start.items()):
-            return []
-        return [f"Topic(start={start!r}): 'earliest', 'latest', a datetime or offsets by partition are needed"]
+        mistake = position_mistake(self.start)
+        return [f"Topic(start={self.start!r}): {mistake}"] if mistake else []
 
     def _retry_mistakes(self, subscription: Subscription) -> list[str]:
         found = []
-        if isinstance(self.retry_topic, str) and (mistake := name_mistake(self.retry_topic)):
-            found.append(mistake)
+        retry = self.retry_name(subscription.group)
+        if mistake := name_mistake(retry):
+            found.append(f"its retry topic: {mistake}; give another one with retry_topic=")
+        if retry in (self.name, subscription.dead_letter):
+            what = "the topic itself" if retry == self.name else "its dead letter topic"
+            found.append(f"Topic(retry_topic={retry!r}): that is {what}")
         if self.pattern is not None or self.partitions is not None:
             found.append("Topic(retry_topic=..): needs a topic of one name, read as a group")
         if subscription.ordered_by is not None and not self.overtaking:
@@ -121,6 +127,23 @@ def name_mistake(name: object) -> str | None:
     if isinstance(name, str) and _LEGAL.fullmatch(name) and name not in (".", ".."):
         return None
     return f"{name!r} cannot be a topic: up to 249 letters, digits, '.', '_' and '-' are needed"
+
+
+def position_mistake(to: object) -> str | None:
+    """What is wrong with a position (see `streamfw.broker.Position`), before any server is asked."""
+    if to in ("earliest", "latest"):
+        return None
+    if isinstance(to, datetime):
+        return "a time without a time zone means another moment on each machine" if to.tzinfo is None else None
+    if isinstance(to, Mapping) and all(_is_count(p) and _is_count(o) for p, o in to.items()):
+        return None
+    return "'earliest', 'latest', a datetime or offsets by partition are needed"
+
+
+def whole(pattern: str, but: str | None = None) -> str:
+    """A pattern of whole names, and not of `but` (aiokafka looks for a beginning)."""
+    excepted = rf"(?!{re.escape(but)}\Z)" if but else ""
+    return rf"{excepted}(?:{pattern})\Z"
 
 
 def _are_partitions(value: object) -> bool:
