@@ -48,7 +48,8 @@ class Topic(msgspec.Struct, frozen=True):
 
     def mistakes(self, subscription: Subscription) -> list[str]:
         """What is wrong with it, as sentences."""
-        found = self._name_mistakes(subscription) if self.pattern is None else self._pattern_mistakes()
+        name = name_mistake(self.name)
+        found = self._pattern_mistakes() if self.pattern is not None else [name] if name else []
         dead = subscription.dead_letter
         if dead is not None and not found and (mistake := name_mistake(dead)):
             found.append(f"its dead letters: {mistake}; give another one with dead_letter=")
@@ -63,13 +64,6 @@ class Topic(msgspec.Struct, frozen=True):
                 "one partition, which the group has given us"
             )
         return found
-
-    def _name_mistakes(self, subscription: Subscription) -> list[str]:
-        if mistake := name_mistake(self.name):
-            return [mistake]
-        if subscription.dead_letter == self.name:
-            return [f"dead_letter={self.name!r}: the topic is its own dead letter topic, and would be read for ever"]
-        return []
 
     def _pattern_mistakes(self) -> list[str]:
         try:

@@ -74,7 +74,7 @@ def test_mistakes_with_the_subscriber() -> None:
     assert "later messages would pass" in mistakes_of(Topic("orders", retry_topic=True), ordered_by="key")
     assert "later messages would pass" in mistakes_of(Topic("orders", retry_topic=True), ordered_by="partition")
     assert "group: is an empty name" in mistakes_of("orders", group="")
-    assert "is its own dead letter" in mistakes_of("orders", dead_letter="orders")
+    assert "dead letters would come back for ever" in mistakes_of("orders", dead_letter="orders")
     assert "'a b' cannot be a topic" in mistakes_of("orders", dead_letter="a b")
 
 
