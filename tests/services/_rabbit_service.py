@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from streamfw_postgres._embedded_steps import Steps
@@ -16,6 +17,8 @@ from ._rabbit_node import USER, Node
 from ._rabbit_vhosts import permissions
 
 __all__ = ["URL", "Rabbit", "RabbitService", "closing", "external"]
+
+T = TypeVar("T")
 
 URL = "TEST_RABBITMQ_URL"
 """The environment variable; one that begins with STREAMFW_ would be a setting of the app that a test runs."""
@@ -28,8 +31,8 @@ URL = "TEST_RABBITMQ_URL"
 class Rabbit:
     """How to reach a vhost of a test server.
 
-    `tls_port` and `stream_port` are 0 where the server has none. The certificate is for 127.0.0.1 and localhost, by the
-    CA in `ca`. `home` is the directory of the node, if it was started here: what asks the server itself needs it.
+    The certificate is for 127.0.0.1 and localhost, by the CA in `ca`. Of a server that the environment names nothing but
+    the URL is known: the others, and what asks the server itself by way of its `home`, raise `RabbitServerError`.
     """
 
     host: str
@@ -49,12 +52,13 @@ class Rabbit:
     @property
     def tls_url(self) -> str:
         """The URL with TLS, for who trusts `ca`."""
-        return f"amqps://{self._login}@{self.host}:{self.tls_port}/{quote(self.vhost, '')}"
+        return f"amqps://{self._login}@{self.host}:{self._known(self.tls_port)}/{quote(self.vhost, '')}"
 
     @property
     def stream_url(self) -> str:
         """The URL for clients of the stream protocol."""
-        return f"rabbitmq-stream://{self._login}@{self.host}:{self.stream_port}/{quote(self.vhost, '')}"
+        port = self._known(self.stream_port)
+        return f"rabbitmq-stream://{self._login}@{self.host}:{port}/{quote(self.vhost, '')}"
 
     @property
     def _login(self) -> str:
@@ -83,9 +87,12 @@ class Rabbit:
         return int(self.evaluate(closing(pids)))
 
     def _node(self) -> Node:
-        if self.home is None:
+        return Node(self._known(self.home))
+
+    def _known(self, value: T | None) -> T:
+        if not value:
             raise RabbitServerError(f"{self.host}:{self.port} was not started here: unset {URL} for this test")
-        return Node(self.home)
+        return value
 
 
 def closing(pids: str) -> str:
