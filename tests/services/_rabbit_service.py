@@ -31,8 +31,8 @@ URL = "TEST_RABBITMQ_URL"
 class Rabbit:
     """How to reach a vhost of a test server.
 
-    The certificate is for 127.0.0.1 and localhost, by the CA in `ca`. Of a server that the environment names nothing but
-    the URL is known: the others, and what asks the server itself by way of its `home`, raise `RabbitServerError`.
+    The certificate is for 127.0.0.1 and localhost, by the CA in `ca`. Of a server that the environment names only `url`
+    is known: the other URLs, and what asks the server itself by way of its `home`, raise `RabbitServerError`.
     """
 
     host: str
