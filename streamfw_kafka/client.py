@@ -7,6 +7,7 @@ facts about aiokafka's source that the reasons rest on, so that another version 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,10 @@ from aiokafka.errors import KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
 __all__ = ["NOTHING", "NO_GENERATION", "GroupConsumer", "fresh_assignor"]
+
+# Where nobody has set up logging, Python prints errors; what aiokafka calls one, it mostly tries again, and what it does
+# not is raised here.
+logging.getLogger("aiokafka").addHandler(logging.NullHandler())
 
 NOTHING = TopicPartition("\0nothing", 0)
 """A partition that nobody has: ``getmany(NOTHING)`` waits, touches no buffer, and tells poll detection that we live.

@@ -186,14 +186,19 @@ async def kill_half_way(workers: Workers, running: Running, done: float, console
     store, taken_over = running.store, running.taken_over
     if words := workers.failed():
         raise DemoFailed(words)
-    if done < 0.5 or workers.killed is not None or (worker := await store.last_worker()) is None:
+    if done < 0.5 or workers.killed is not None:
         return
 
-    async def busy() -> bool:
+    async def at_work() -> int:
+        worker = await store.last_worker()
+        assert worker is not None, "half of the webhooks were stored by somebody"
+        return worker
+
+    async def busy(worker: int) -> bool:
         return await store.unfinished(worker) > 0
 
     async with asyncio.timeout(PATIENCE):
-        await workers.kill(worker, busy)
+        worker = await workers.kill(at_work, busy)
     console.print(f"Worker {worker} is killed (SIGKILL); the other takes over {taken_over}.")
 
 

@@ -146,4 +146,6 @@ def _why(r: Report) -> str:
         return "no worker died"
     if not r.duplicates:
         return f"worker {r.killed} was killed between two messages"
-    return f"begun, and rolled back with worker {r.killed} when it was killed; then handled by the other"
+    if r.broker.startswith("postgres"):
+        return f"begun, and rolled back with worker {r.killed} when it was killed; then handled by the other"
+    return f"begun by worker {r.killed}, which was killed before it had settled them; handled again by the other"

@@ -27,18 +27,21 @@ class Workers:
         self._logs = logs
         self.killed: int | None = None
 
-    async def kill(self, pid: int, busy: Callable[[], Awaitable[bool]]) -> None:
-        """SIGKILL, when `busy` says that it is in the middle of a message: stop it to look, and let it go on if not."""
-        process = next(process for process in self._processes if process.pid == pid)
+    async def kill(self, at_work: Callable[[], Awaitable[int]], busy: Callable[[int], Awaitable[bool]]) -> int:
+        """SIGKILL the one that is `at_work` now, when `busy` says that it is in the middle of a message: stop it to
+        look, and let it go on if not. Which one it was."""
         while True:
+            pid = await at_work()
+            process = next(process for process in self._processes if process.pid == pid)
             process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(0.05)  # what it has sent already is done by then
-            if await busy():
+            if await busy(pid):
                 break
             process.send_signal(signal.SIGCONT)
             await asyncio.sleep(0.01)
         process.kill()
         self.killed = pid
+        return pid
 
     def failed(self) -> str | None:
         """What a worker said that ended by itself."""

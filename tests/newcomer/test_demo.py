@@ -23,6 +23,7 @@ from examples.webhooks.store import MemoryStore, Stored
 from examples.webhooks.traffic import BROKEN, Webhook, load
 from streamfw import Message
 from tests.helpers import eventually_blocking
+from tests.services.kafka import Kafka
 from tests.services.postgres import Postgres
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +128,18 @@ async def test_demo_on_a_server_touches_only_its_own_schemas(database: Postgres)
     await connection.close()
 
 
+@pytest.mark.timeout(90)
+async def test_demo_on_kafka_agrees_although_a_worker_is_killed(kafka: Kafka) -> None:
+    broker = f"{kafka.url}/?create_topics=true&partitions=4"
+    done = await asyncio.to_thread(run_demo, broker, "--json", seconds=70)
+    report = result(done)
+    assert_agrees(report)
+    assert report["killed"] is not None
+    assert report["duplicates"] >= 1
+    assert report["takeover"] < 30
+    assert done.stderr == ""
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("broker", "says"),
@@ -135,6 +148,7 @@ async def test_demo_on_a_server_touches_only_its_own_schemas(database: Postgres)
         ("memory://?x=1", "a memory broker's URL is memory:// or memory://name"),
         ("postgres://me:secret@127.0.0.1:1/x", "cannot be reached"),
         (f"postgres+embedded://{ROOT}", "an embedded server needs a directory of its own"),
+        ("kafka://me:secret@127.0.0.1:1", "127.0.0.1:1"),
     ],
 )
 def test_demo_says_what_is_wrong_with_a_url(broker: str, says: str) -> None:
