@@ -140,7 +140,11 @@ class BaseChannel(ABC):
             arguments=dict(arguments or {}),
             consumer_tag=consumer_tag,
         )
-        await self._call(f"consuming from {queue!r}", call)
+        doing = f"consuming from {queue!r}"
+        try:
+            await self._call(doing, call)
+        except ValueError as error:  # pamqp has rules for names, which the server has not
+            raise ValueError(f"{doing}: {error}") from error
 
     async def cancel(self, consumer_tag: str) -> None:
         await self._call("ending a consumer", self.library.basic_cancel(consumer_tag))

@@ -42,8 +42,9 @@ _SECONDS: Final = struct.Struct(">Q")
 _common: Callable[[str], bytes] = lru_cache(1024)(_tables.short_string)
 
 
-def decode(data: bytes) -> Properties:
-    """`data` from the flags on. The header table stays as it is (`Properties.headers`). Raises `ValueError`."""
+def decode(data: bytes, *, hide: bool = True) -> Properties:
+    """`data` from the flags on. The header table stays encoded (see `Properties.headers`), but for `SEQUENCE_HEADER` at
+    its end (where `hide`): most tables have nothing else. Raises `ValueError`."""
     try:
         flags = data[0] << 8 | data[1]
         at, plan = _plans.get(flags) or _planned(flags, data)
@@ -57,7 +58,10 @@ def decode(data: bytes) -> Properties:
                 values[name] = data[at]
             elif kind == "F":
                 end = at + 4 + _LENGTH.unpack_from(data, at)[0]
-                values[name] = data[at + 4 : end]
+                table = data[at + 4 : end]
+                if hide and table.endswith(_tables.sequence_entry, 0, -8):
+                    table = table[: -_tables.ENTRY_SIZE]
+                values[name] = table or None
             else:
                 end = at + 8
                 values[name] = _tables.seconds(_SECONDS.unpack_from(data, at)[0])
@@ -83,7 +87,7 @@ def _planned(flags: int, data: bytes) -> _Plan:
 def header_table(data: bytes) -> bytes:
     """Only the header table, without its length; empty when there is none, or the properties are malformed."""
     try:
-        raw = decode(data).raw_headers
+        raw = decode(data, hide=False).raw_headers
     except ValueError:
         return b""
     return raw if isinstance(raw, bytes) else b""
@@ -177,11 +181,10 @@ _SAME: Final = tuple(name for _, name, kind in _BITS if kind in "so")
 def from_library(theirs: object) -> Properties:
     """pamqp's decoded properties as ours."""
     known = cast("LibraryProperties", theirs)
-    headers = dict(known.headers) if known.headers else None
-    if headers:
-        headers.pop(_tables.SEQUENCE_HEADER, None)
+    headers = dict(known.headers or ())
+    headers.pop(_tables.SEQUENCE_HEADER, None)
     stamp = known.timestamp
-    properties = Properties(raw_headers=headers, timestamp=None if stamp is None else stamp.timestamp())
+    properties = Properties(raw_headers=headers or None, timestamp=None if stamp is None else stamp.timestamp())
     for name in _SAME:
         setattr(properties, name, getattr(theirs, name))
     return properties

@@ -259,7 +259,8 @@ class Epoch(ABC):
     async def close(self) -> None:
         """Close its channels, as `Channel.close` does, then the connection. Never raises, and takes a few seconds at
         most."""
-        if self.closed is None:
+        # A server that blocks publishers reads nothing from this connection: it would not see a channel's close.
+        if self.closed is None and self.blocked_since is None:
             channels = [asyncio.create_task(channel.close()) for channel in list(self.channels.values())]
             if channels:
                 await asyncio.wait(channels)

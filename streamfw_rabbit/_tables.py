@@ -15,6 +15,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 __all__ = [
+    "ENTRY_SIZE",
     "SEQUENCE_HEADER",
     "decode_table",
     "encode_table",
@@ -59,14 +60,14 @@ def short_string(text: str) -> bytes:
 
 
 _ENTRY: Final = short_string(SEQUENCE_HEADER) + b"l"
-_ENTRY_SIZE: Final = len(_ENTRY) + 8
+ENTRY_SIZE: Final = len(_ENTRY) + 8
 sequence_entry: Final = _ENTRY
 """The entry of `SEQUENCE_HEADER` up to its value, which is always 8 bytes: tables can be made beforehand."""
 
 
 def sequence(table: bytes) -> int | None:
     """The value of `SEQUENCE_HEADER` in an encoded table; None when it is not there, or the table is malformed."""
-    if table[-_ENTRY_SIZE:-8] == _ENTRY:  # where we put it
+    if table[-ENTRY_SIZE:-8] == _ENTRY:  # where we put it
         return int.from_bytes(table[-8:], "big", signed=True)
     try:
         value = _table(table, 0, len(table)).get(SEQUENCE_HEADER)
@@ -77,8 +78,8 @@ def sequence(table: bytes) -> int | None:
 
 def without_sequence(table: bytes) -> bytes:
     """An encoded table without `SEQUENCE_HEADER`; all else byte for byte, where that header stands where we put it."""
-    if table[-_ENTRY_SIZE:-8] == _ENTRY:
-        table = table[:-_ENTRY_SIZE]
+    if table[-ENTRY_SIZE:-8] == _ENTRY:
+        table = table[:-ENTRY_SIZE]
     if _ENTRY in table:
         return encode_table(decode_table(table))
     return table
@@ -86,8 +87,6 @@ def without_sequence(table: bytes) -> bytes:
 
 def decode_table(table: bytes) -> dict[str, Any]:
     """A table without its length, as a dict, without `SEQUENCE_HEADER`. Raises `ValueError` when it is malformed."""
-    if len(table) == _ENTRY_SIZE and table.startswith(_ENTRY):  # ours alone, as on most messages
-        return {}
     try:
         decoded = _table(table, 0, len(table))
     except _BROKEN as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import Any, cast
 
 from aiormq.connection import TransportFactory
-from aiormq.exceptions import AMQPConnectionError
 from yarl import URL
 
 from . import _wire
@@ -37,8 +37,8 @@ class SocketProtocol(asyncio.StreamReaderProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.transport = cast("asyncio.Transport", transport)
-        # A drain waits until all has left, not until little is left.
-        self.transport.set_write_buffer_limits(high=0)
+        # A drain waits until all has left, not until little is left. Not high=0: asyncio's TLS would never resume.
+        self.transport.set_write_buffer_limits(high=1, low=0)
 
     def data_received(self, data: bytes) -> None:
         self.last_data = self.loop.time()
@@ -63,9 +63,9 @@ class SocketProtocol(asyncio.StreamReaderProtocol):
 
 
 class SocketFactory(TransportFactory):
-    """One for each connection; `protocol` and `writer` are there once it is made.
+    """One for each connection. `open` makes the socket, and aiormq gets it when it asks.
 
-    aiormq gives its provider of a TLS context to every factory, for a plain connection too, and leaves TLS to it.
+    Before, not within: aiormq logs an error for each attempt that fails, and tells of it by another exception.
     """
 
     def __init__(self) -> None:
@@ -80,20 +80,17 @@ class SocketFactory(TransportFactory):
     ) -> asyncio.StreamWriter:
         return asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
 
-    async def create(self, url: URL, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        provider = options.pop("ssl_context_provider", None)
-        context = await provider.get_context() if url.scheme == "amqps" else None
-        host, port = url.host, url.port
-        assert host is not None
-        assert port is not None
+    async def open(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        """Raises `OSError`, of which `ssl.SSLError` is one."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(loop=loop)
-        try:
-            transport, protocol = await loop.create_connection(
-                lambda: self.make_protocol(reader, loop), host, port, ssl=context, **options
-            )
-        except OSError as error:
-            raise AMQPConnectionError(*error.args) from error
+        transport, protocol = await loop.create_connection(
+            lambda: self.make_protocol(reader, loop), host, port, ssl=tls
+        )
         self.protocol = protocol
         self.writer = self.make_writer(transport, protocol, reader)
-        return reader, self.writer
+
+    async def create(self, url: URL, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        assert self.protocol is not None
+        assert self.writer is not None
+        return self.protocol.reader, self.writer

@@ -95,8 +95,6 @@ class Epochs:
 
     def __init__(self, options: ConnectionOptions) -> None:
         self.options = options
-        self.current: Epoch | None = None
-        """The connection that is up; None between two."""
         self.refused: BrokerRefused | None = None
         """What ended it for good."""
         self.connects = 0
@@ -105,6 +103,7 @@ class Epochs:
         """Why the last attempt, or the last epoch, ended; None while one is up."""
         self.blocked_changed: Callable[[bool, str], None] | None = None
         """Called when the server blocks publishers, and when it does no longer, with its reason."""
+        self._current: Epoch | None = None
         self._listeners: list[Listener] = []
         self._supervisor: asyncio.Task[None] | None = None
         self._closed = False
@@ -121,6 +120,12 @@ class Epochs:
         if self._supervisor is None and not self._closed:
             self._supervisor = asyncio.create_task(self._supervise(), name=f"streamfw rabbit {self.options.name}")
 
+    @property
+    def current(self) -> Epoch | None:
+        """The connection that is up; None between two."""
+        epoch = self._current
+        return epoch if epoch is not None and epoch.closed is None else None
+
     async def connected(self, timeout: float) -> Epoch:
         """The current epoch, or the next one, waited for up to `timeout` seconds.
 
@@ -129,14 +134,14 @@ class Epochs:
         """
         try:
             async with asyncio.timeout(timeout):
-                while self.current is None:
+                while (epoch := self.current) is None:
                     self._check()
                     if self._changed is None:
                         self._changed = asyncio.get_running_loop().create_future()
                     await asyncio.shield(self._changed)
         except TimeoutError:
             raise BrokerUnavailable(f"not connected within {timeout:g} s: {self.describe()}") from self.last_error
-        return self.current
+        return epoch
 
     def _check(self) -> None:
         if self._closed:
@@ -178,13 +183,15 @@ class Epochs:
     @property
     def blocked_since(self) -> float | None:
         """By the loop's clock, since when the server takes no publishes; None: it does, or nobody is connected."""
-        return self.current.blocked_since if self.current is not None else None
+        epoch = self.current
+        return epoch.blocked_since if epoch is not None else None
 
     def describe(self) -> str:
         """In one line, how it is. No credentials in it."""
-        if self.current is not None:
-            blocked = self.current.blocked_text if self.current.blocked_since is not None else ""
-            return f"connected to {self.current.where}{f', publishing is blocked: {blocked}' if blocked else ''}"
+        epoch = self.current
+        if epoch is not None:
+            blocked = f", publishing is blocked: {epoch.blocked_text}" if epoch.blocked_since is not None else ""
+            return f"connected to {epoch.where}{blocked}"
         if self._closed:
             return "closed"
         if self.refused is not None:
@@ -200,7 +207,7 @@ class Epochs:
         if supervisor is not None:
             supervisor.cancel()
             await asyncio.wait({supervisor})
-        epoch, self.current = self.current, None
+        epoch, self._current = self._current, None
         if epoch is not None:
             self._dispose(epoch)
         if self._disposing:
@@ -237,7 +244,7 @@ class Epochs:
             began = loop.time()
             self._up(epoch)
             closed = await asyncio.shield(epoch.ended)
-            self.current = None
+            self._current = None
             if loop.time() - began > _STABLE:
                 self._down = 0.0
             self.last_error = BrokerUnavailable(f"{epoch.where}: {closed}")
@@ -270,7 +277,7 @@ class Epochs:
 
     def _up(self, epoch: Epoch) -> None:
         self.connects += 1
-        self.current = epoch
+        self._current = epoch
         self.last_error = None
         self._host -= 1  # this one, first, when it comes to that
         epoch.on_blocked = self._blocked
@@ -310,16 +317,16 @@ class Epochs:
 
 async def _connect(options: ConnectionOptions, where: tuple[str, int], number: int, fast: bool) -> Epoch:
     host, port = where
-    factory = LaneFactory() if fast else SocketFactory()
-    library = aiormq.Connection(
-        options.url(host, port),
-        context=options.tls,
-        transport_factory=factory,
-        client_properties={"connection_name": options.name, "product": "streamfw"},
-    )
     place = f"{host}:{port}"
+    factory = LaneFactory() if fast else SocketFactory()
     try:
         async with asyncio.timeout(options.timeout):
+            await _open(factory, host, port, options.tls)
+            library = aiormq.Connection(
+                options.url(host, port),
+                transport_factory=factory,
+                client_properties={"connection_name": options.name, "product": "streamfw"},
+            )
             await library.connect()
     except TimeoutError as error:
         _abort(factory)
@@ -327,11 +334,25 @@ async def _connect(options: ConnectionOptions, where: tuple[str, int], number: i
     except DRIVER_ERRORS as error:
         _abort(factory)
         raise _handshake_error(error, factory, place) from error
-    except BaseException:
+    except BaseException:  # also BrokerError, and a cancellation
         _abort(factory)
         raise
     kind = FastEpoch if fast else LibraryEpoch
-    return kind(library, factory, number=number, where=place, heartbeat=options.heartbeat)
+    try:
+        return kind(library, factory, number=number, where=place, heartbeat=options.heartbeat)
+    except BaseException:
+        await library.close()
+        raise
+
+
+async def _open(factory: SocketFactory, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+    doing = f"connecting to {host}:{port}"
+    try:
+        await factory.open(host, port, tls)
+    except ssl.SSLCertVerificationError as error:
+        raise BrokerRefused(f"{doing}: its certificate does not verify: {error.verify_message}") from error
+    except OSError as error:
+        raise BrokerUnavailable(f"{doing}: {error.strerror or error}") from error
 
 
 def _abort(factory: SocketFactory) -> None:
@@ -348,7 +369,4 @@ def _handshake_error(error: BaseException, factory: SocketFactory, place: str) -
         return AccessRefused(f"{doing}: the server does not offer this way to authenticate")
     if isinstance(error, IncompatibleProtocolError):
         return BrokerRefused(f"{doing}: the server does not speak AMQP 0-9-1")
-    cause = error.__cause__
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return BrokerRefused(f"{doing}: its certificate does not verify: {cause.verify_message}")
     return translated(error, doing)
