@@ -279,7 +279,10 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         while True:
             await self.tick.wait_for(every * random.uniform(0.8, 1.2))  # members of a group not all at once
             self.consumer.stay_polled()  # also with the gate shut
-            if not self.gate or not self.ours:
+            if not self.gate:
+                continue
+            if not self.ours:  # so a heartbeat was told
+                self._begin_nothing()
                 continue
             self._committing = asyncio.ensure_future(self.commit())
             try:
@@ -325,6 +328,13 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         if not isinstance(error, _MOVING):
             self.trouble = known
         log.info("%r: a commit was not accepted: %s", self._subscription, known)
+        if self.gate and not self.ours:
+            self._begin_nothing()
+
+    def _begin_nothing(self) -> None:
+        """We were taken for dead, and others may have our partitions already: what is begun now is done twice. The
+        client has yet to find out what that means; when it has joined again, the pump goes on."""
+        self._subscription.pump.hold()
 
     def _to_commit(self) -> dict[TopicPartition, int]:
         offsets: dict[TopicPartition, int] = {}

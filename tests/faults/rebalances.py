@@ -57,7 +57,8 @@ class RebalanceRun:
             f"a kill: {[cost.repeated for cost in found.kills]} of at most {[cost.most for cost in found.kills]}; "
             f"pauses of a member {found.pauses}, of the group {found.group_pauses}, "
             f"longest handler {found.longest_handler * 1000:.0f} ms; partitions kept {found.kept}, new {found.new}; "
-            f"commits each {found.cadence * 1000:.0f} ms, refused {dict(found.refused)}; partitions lost by members that were taken for dead {found.fenced}"
+            f"commits each {found.cadence * 1000:.0f} ms, refused {dict(found.refused)}; "
+            f"partitions lost by members that were taken for dead {found.fenced}"
         )
 
 
