@@ -40,6 +40,7 @@ Leaders: TypeAlias = "tuple[int, ...]"
 
 _KEPT: Final = 2.0  # seconds that an answer about topics is good for
 _KEPT_MISSING: Final = 0.5  # and that a topic is missing: somebody may be about to make it
+_MOST: Final = 10_000  # names that are remembered: who publishes to what does not exist may think of ever new ones
 _EARLIEST, _LATEST = -2, -1
 _TOPIC: Final = 2  # the type of a resource that has a configuration
 _EXISTS: Final = 36
@@ -115,6 +116,8 @@ class Topics:
         leaves it out."""
         found: dict[str, Leaders | None] = {}
         now = asyncio.get_running_loop().time()
+        if len(self._found) > _MOST:
+            self._found.clear()
         for code, name, _, partitions in (await self._metadata(list(names))).topics:
             error = response_error(code, name) if code else None
             if error is not None and not error.retriable:

@@ -25,7 +25,8 @@ from streamfw.message import Outgoing
 
 from .admin import Leaders, MissingTopic, Topics
 from .errors import concerns_message
-from .sending import BATCH_BYTES, Call, Entry, Route, Sending
+from .lanes import BATCH_BYTES, Call, Entry, Route
+from .sending import Sending
 from .settings import Settings
 from .wire import encoded, value_of
 
@@ -77,10 +78,10 @@ class Publishing:
         body: bytes | None = message.body
         if type(body) is not bytes:
             body = value_of(body)
-            if body is None and message.key is None:
+            if body is None and message.key is None and not _was_stored(message):
                 self._fail(call, place, message, Rejected, "a tombstone without a key would delete nothing")
                 return
-        if body is not None and len(body) > self._settings.max_body:
+        if body is not None and len(body) > self._settings.max_body and not _was_stored(message):
             text = f"its body of {len(body)} bytes is larger than max_body={self._settings.max_body}"
             self._fail(call, place, message, TooLarge, text)
             return

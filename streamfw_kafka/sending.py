@@ -29,7 +29,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 from aiokafka.errors import ClusterAuthorizationFailedError, TopicAuthorizationFailedError
 from aiokafka.protocol.produce import ProduceRequest
@@ -46,22 +46,18 @@ from streamfw.errors import (
     Unavailable,
     Unroutable,
 )
-from streamfw.message import Outgoing
 
-from .admin import Leaders
 from .errors import DRIVER_ERRORS, concerns_message, response_error, translated
+from .lanes import Batch, Entry, Identity, Lane, Route
 from .nodes import Nodes
 from .settings import Compression, Settings
 from .wire import Pairs, encoded, murmur2, value_of
 
-__all__ = ["BATCH_BYTES", "Batch", "Call", "Route", "Sending"]
+__all__ = ["Sending"]
 
 log = logging.getLogger("streamfw.kafka")
 
-BATCH_BYTES: Final = 128 * 1024
-"""How large a batch of several records becomes."""
 _REQUEST_BYTES: Final = 8 * 1024 * 1024
-_OPEN: Final = 1.0  # seconds: who joins a batch later than that would have less than its own time
 _USE: Final = "publishing"
 _FOR_EVER: Final = 2**31 - 1
 _NO_LIMIT: Final = 2**31 - 1
@@ -69,9 +65,8 @@ _CODECS: Final[dict[Compression, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz
 
 # Error codes of a produce response (protocol guide, "Error Codes").
 _STORED: Final = frozenset({0, 46})  # none; DUPLICATE_SEQUENCE_NUMBER: stored by an earlier try
-_NOT_YET: Final = frozenset(
-    {2, 3, 19}
-)  # CORRUPT_MESSAGE, UNKNOWN_TOPIC_OR_PARTITION, NOT_ENOUGH_REPLICAS: surely not stored
+# Surely not stored: CORRUPT_MESSAGE, UNKNOWN_TOPIC_OR_PARTITION, NOT_ENOUGH_REPLICAS.
+_NOT_YET: Final = frozenset({2, 3, 19})
 # Answered after the leader may have written it: unknown, a leader that moves, time-outs, too few replicas afterwards,
 # disk errors, epochs and listeners in change.
 _DOUBTFUL: Final = frozenset({-1, 5, 6, 7, 8, 9, 13, 14, 15, 16, 20, 41, 56, 72, 74, 75, 78, 84, 100})
@@ -80,103 +75,6 @@ _DOUBTFUL: Final = frozenset({-1, 5, 6, 7, 8, 9, 13, 14, 15, 16, 20, 41, 56, 72,
 _IDENTITY: Final = frozenset({45, 47, 49, 59, 90})
 _TOO_LARGE: Final = frozenset({10, 18})  # MESSAGE_TOO_LARGE, RECORD_LIST_TOO_LARGE
 _RIGHTS: Final = frozenset({TopicAuthorizationFailedError.errno, ClusterAuthorizationFailedError.errno})
-
-
-class Call:
-    """One publish, and who waits for it. `done` is set when each of its messages has an answer."""
-
-    __slots__ = ("done", "errors", "left")
-
-    def __init__(self, count: int) -> None:
-        self.left = count
-        self.errors: dict[int, PublishError] | None = None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def answer(self, place: int, error: PublishError) -> None:
-        """One of its messages failed."""
-        if self.errors is None:
-            self.errors = {}
-        self.errors[place] = error
-        self.count()
-
-    def count(self) -> None:
-        """One of its messages has its answer."""
-        self.left -= 1
-        if not self.left and not self.done.done():
-            self.done.set_result(None)
-
-
-Entry: TypeAlias = "tuple[Call, int, Outgoing]"
-
-
-class Identity(NamedTuple):
-    """A producer id, as the server gave it."""
-
-    number: int
-    epoch: int
-
-
-class Batch:
-    """Records for one partition. `data` is what is sent, made once, when its numbers are known."""
-
-    __slots__ = ("builder", "data", "deadline", "doubtful", "entries", "identity", "sequence", "until")
-
-    def __init__(self, builder: Any, now: float, deadline: float) -> None:
-        self.builder = builder
-        self.entries: list[Entry] = []
-        self.until = now + _OPEN
-        self.deadline = deadline
-        self.data: bytearray | None = None
-        self.identity: Identity | None = None
-        self.sequence = 0
-        self.doubtful = False
-
-
-class Lane:
-    """A partition that is written to. It is `held` from when it waits for its turn until nothing of it is left;
-    `pause` is how long it rests after a failure (0: there was none), `trouble` what that was."""
-
-    __slots__ = ("batches", "held", "identity", "partition", "pause", "route", "sequence", "trouble")
-
-    def __init__(self, route: Route, partition: int) -> None:
-        self.route, self.partition = route, partition
-        self.batches: deque[Batch] = deque()
-        self.held = False
-        self.identity: Identity | None = None
-        self.sequence = 0
-        self.pause = 0.0
-        self.trouble: BrokerError | None = None
-
-
-class Route:
-    """A topic that is written to, as last heard. `sticky` is the partition that records without a key go to now,
-    `limit` how large a batch may become; `gone`: there is no such topic any more."""
-
-    __slots__ = ("gone", "lanes", "leaders", "limit", "name", "since", "sticky")
-
-    def __init__(self, name: str, leaders: Leaders, now: float) -> None:
-        self.name, self.leaders, self.since = name, leaders, now
-        self.lanes = [Lane(self, partition) for partition in range(len(leaders))]
-        self.sticky = random.randrange(len(leaders))
-        self.limit = BATCH_BYTES
-        self.gone = False
-
-    def heard(self, leaders: Leaders) -> None:
-        """Its partitions may have other leaders, and be more."""
-        self.leaders = leaders
-        self.lanes += [Lane(self, partition) for partition in range(len(self.lanes), len(leaders))]
-
-    def leader(self, partition: int) -> int:
-        """The number of the node that leads a partition; -1 if none does."""
-        return self.leaders[partition] if partition < len(self.leaders) else -1
-
-    def turn(self) -> None:
-        """Let records without a key go to the next partition that takes some."""
-        count = len(self.leaders)
-        order = [(self.sticky + step) % count for step in range(1, count + 1)]
-        led = [partition for partition in order if self.leaders[partition] >= 0]
-        well = [partition for partition in led if not self.lanes[partition].pause]
-        self.sticky = (well or led or order)[0]
 
 
 class _Node:
@@ -286,7 +184,7 @@ class Sending:
             taken: list[tuple[Lane, Batch]] = []
             try:
                 identity = self._identity or await self._identified(node)
-                taken = self._taken(node, identity)
+                self._take(node, identity, taken)
                 if taken:
                     await self._send(node, taken)
             except BrokerError as error:
@@ -298,7 +196,7 @@ class Sending:
             except Exception as error:  # of ours: nobody may be left waiting, and the others go on
                 log.exception("Kafka: publishing to node %d", node.number)
                 for lane, batch in taken:
-                    batch.doubtful = True
+                    batch.doubtful |= batch.data is not None
                     self._failed(lane, BrokerUnavailable(f"Kafka: publishing: {error!r}"))
 
     async def _identified(self, node: _Node) -> Identity:
@@ -315,9 +213,8 @@ class Sending:
                 self._identity = Identity(response.producer_id, response.producer_epoch)
             return self._identity
 
-    def _taken(self, node: _Node, identity: Identity) -> list[tuple[Lane, Batch]]:
+    def _take(self, node: _Node, identity: Identity, taken: list[tuple[Lane, Batch]]) -> None:
         """The first batch of each lane that waits here, as many as fit into a request."""
-        taken: list[tuple[Lane, Batch]] = []
         size = 0
         while node.ready and size < _REQUEST_BYTES:
             lane = node.ready.popleft()
@@ -328,7 +225,6 @@ class Sending:
                 lane.route.turn()
             taken.append((lane, batch))
             size += len(batch.data or self._numbered(lane, batch, identity))
-        return taken
 
     def _numbered(self, lane: Lane, batch: Batch, identity: Identity) -> bytearray:
         if lane.identity is not identity:
@@ -363,7 +259,8 @@ class Sending:
         topics: dict[str, list[tuple[int, Any]]] = {}
         for lane, batch in taken:
             topics.setdefault(lane.route.name, []).append((lane.partition, batch.data))
-        return ProduceRequest(None, -1, round(self._settings.request_timeout * 1000), list(topics.items()))
+        # The server gives up on its replicas before we give up on it: its answer says why.
+        return ProduceRequest(None, -1, round(self._settings.request_timeout * 900), list(topics.items()))
 
     # -- answers
 
