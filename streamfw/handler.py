@@ -35,6 +35,7 @@ __all__ = [
     "State",
     "UnitConnection",
     "compile_call",
+    "undecoded",
 ]
 
 Call = Callable[[Any], Awaitable[Any]]
@@ -135,7 +136,7 @@ class _Builder:
         self.place: Place = place
         self.injected = Injected(injectors)
         self.names: dict[str, Any] = {"_handler": handler, "_argument": _argument_error}
-        self.names |= {"_undecoded": _decode_error, "_plain": plain}
+        self.names |= {"_undecoded": undecoded, "_plain": plain}
         self.early: list[str] = []
         self.arguments: dict[str, str] = {}  # expressions, in the order of the parameters
         self.keyword_only: set[str] = set()
@@ -339,7 +340,9 @@ def _decoder(build: _Builder, codec: Codec, own: Callable[[Any], Any]) -> tuple[
     try:
         given = own(hint)
         build.raw_body = given is None and not build.batch and build.place == "process"
-        decode = given or codec.decoder(hint)
+        # bytes are bodies as they are, also where there may be none of them.
+        plain = bytes if _may_be_none(hint) and set(get_args(hint)) == {bytes, type(None)} else hint
+        decode = given or codec.decoder(plain)
         return (_or_none(decode) if _may_be_none(hint) else decode), hint
     except Exception as error:  # msgspec's TypeError, or what a codec of somebody's own raises
         build.error(f"parameter {name!r}: a body cannot be decoded as {hint!r}: {error}")
@@ -389,7 +392,8 @@ def _generate(build: _Builder, decode: Callable[[Any], Any] | None) -> Call:
     return call
 
 
-def _decode_error(error: Exception, body: object) -> DecodeError:
+def undecoded(error: Exception, body: object) -> DecodeError:
+    """Why a body is not what the handler takes."""
     if isinstance(body, Tombstone):
         return DecodeError("there is no body: it is a tombstone, and the handler's annotation has no None")
     return DecodeError(f"the body cannot be decoded: {error}"[:1024])

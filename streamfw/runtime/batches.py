@@ -15,8 +15,8 @@ from contextvars import copy_context
 from typing import Any
 
 from streamfw.broker import Delivery, Settlement
-from streamfw.errors import DecodeError, PartialFailure
-from streamfw.handler import MessageBatch
+from streamfw.errors import PartialFailure
+from streamfw.handler import MessageBatch, undecoded
 from streamfw.outcome import ACK, RELEASE, Outcome
 from streamfw.subscriber import Batch
 
@@ -194,8 +194,7 @@ class BatchCrew(Crew):
             try:
                 values.append(decode(message.body))
             except Exception as error:
-                wrong = DecodeError(f"the body cannot be decoded: {error}"[:1024])
-                bad.append((message, self.policy.outcome(message, wrong)))
+                bad.append((message, self.policy.outcome(message, undecoded(error, message.body))))
             else:
                 good.append(message)
         return good, values
