@@ -21,7 +21,7 @@ from streamfw.errors import (
     Unavailable,
     Unroutable,
 )
-from streamfw.message import Outgoing
+from streamfw.message import ORIGIN_OFFSET, Outgoing
 
 from .admin import Leaders, MissingTopic, Topics
 from .errors import concerns_message
@@ -233,6 +233,12 @@ class Publishing:
         for entry in itertools.chain.from_iterable(self._held.values()):
             self._fail(*entry, Unavailable, "publishing was closed before its topic was found")
         self._held.clear()
+
+
+def _was_stored(message: Outgoing) -> bool:
+    """Whether it was in a topic already: a dead letter, or on the way to a retry topic. Kafka took it once, so our own
+    limits do not keep it where it must not stay."""
+    return ORIGIN_OFFSET in message.headers
 
 
 def _kind(error: BrokerError) -> type[PublishError]:

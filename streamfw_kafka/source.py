@@ -43,6 +43,7 @@ from streamfw.outcome import ACK, Ack, Drop, Retry
 from .assignment import KafkaDelivery, Part, maker_of
 from .client import NOTHING
 from .errors import translated
+from .foreign import tolerate
 from .group import Membership
 from .opening import Opening
 from .retry import Waiting, again_later
@@ -135,6 +136,9 @@ class KafkaSource(Source):
         except (NoOffsetForPartitionError, OffsetOutOfRangeError) as error:
             await self._out_of_range(error)
             return []
+        except UnicodeDecodeError:
+            self._tolerate()
+            return []
         except KafkaError as error:
             if self._stopped:
                 return []
@@ -154,6 +158,14 @@ class KafkaSource(Source):
             else:
                 found += self._make(part, some)
         return self._within(found, max_bytes)
+
+    def _tolerate(self) -> None:
+        """A header's name is not UTF-8, and aiokafka has raised. What it had taken of other partitions by then is lost:
+        its position is past that, and ours is not."""
+        tolerate()
+        if self.group.gate:
+            for tp, part in self.group.parts.items():
+                self.group.consumer.seek(tp, part.mark.end)
 
     async def _getmany(self, most: int) -> dict[TopicPartition, list[Any]]:
         consumer, settings, parts, served = self.group.consumer, self._settings, self.group.parts, self._served
