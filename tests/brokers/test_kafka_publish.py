@@ -597,6 +597,88 @@ async def test_a_connection_that_is_cut_is_made_again(
     assert bodies(await read(kafka, topic)) == [b"%d" % number for number in range(len(publishes))]
 
 
+class Chaos:
+    """Breaks publishing at random: requests and answers lost, connections aborted, answers that come too late, and a
+    server that does not know our producer or its numbers."""
+
+    def __init__(self, it: Desk, seed: int) -> None:
+        self.faults: Counter[str] = Counter()
+        self._it, self._chance, self._sent = it, random.Random(seed), Nodes.sent
+        self._late: set[asyncio.Task[Any]] = set()
+
+    async def sent(self, connection: Any, request: Any) -> Any:
+        if type(request).__name__ != "ProduceRequest":
+            return await self._sent(connection, request)
+        fault = self._chance.choices(["", "request", "answer", "abort", "late", "identity"], [80, 5, 5, 5, 2, 3])[0]
+        self.faults[fault] += 1
+        if fault == "abort":
+            moment = self._chance.uniform(0, 0.004)
+            asyncio.get_running_loop().call_later(moment, connection._writer.transport.abort)
+        elif fault == "late":
+            task = asyncio.create_task(self._sent(connection, request))
+            self._late.add(task)
+            await asyncio.wait([task], timeout=0.001)
+            raise TimeoutError
+        elif fault == "identity":
+            self._forget()
+        elif fault == "answer":
+            await self._sent(connection, request)
+        if fault in ("answer", "request"):
+            connection.close()
+            raise ConnectionResetError(f"the {fault} is lost")
+        return await self._sent(connection, request)
+
+    def _forget(self) -> None:
+        sender = self._it.publishing._sending
+        assert sender is not None
+        if self._chance.random() < 0.5:
+            sender._identity = None
+        else:
+            routes = list(self._it.publishing._routes.values())
+            self._chance.choice(self._chance.choice(routes).lanes).sequence += self._chance.randrange(1, 9)
+
+    async def end(self) -> None:
+        await asyncio.gather(*self._late, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("seed", "patience"), [(1, 30.0), (2, 0.15)])
+async def test_whatever_breaks_the_answers_are_right(
+    kafka: Kafka, monkeypatch: pytest.MonkeyPatch, seed: int, patience: float
+) -> None:
+    """What was stored is there once, what was not is not, and each key is in order; with time enough all is stored, but
+    for what was in doubt when the server no longer knew us."""
+    topic = await kafka.create_topic(new_name(), partitions=3)
+    chance = random.Random(seed)
+    answers: dict[bytes, type[PublishError] | None] = {}
+    async with desk(kafka.url, publish_timeout=patience, metadata_age=0.5) as it:
+        chaos = Chaos(it, seed)
+        assert await it.publish(topic, b"warm 0") == ()
+        with monkeypatch.context() as patch:
+            patch.setattr(Nodes, "sent", staticmethod(chaos.sent))
+
+            async def publisher(key: str) -> None:
+                numbers = itertools.count()
+                for _ in range(80):
+                    bodies = [f"{key} {next(numbers)}".encode() for _ in range(chance.choice((1, 1, 2, 30)))]
+                    got = await it.publish(topic, *bodies, key=key) or [None] * len(bodies)
+                    answers.update(zip(bodies, kinds(got), strict=True))
+
+            await asyncio.gather(*(publisher(f"k{number}") for number in range(12)))
+            await chaos.end()
+    assert all(chaos.faults[fault] for fault in ("request", "answer", "abort", "identity"))
+    stored = Counter(bodies(await read(kafka, topic)))
+    assert max(stored.values()) == 1
+    assert [body for body, answer in answers.items() if answer is None and body not in stored] == []
+    assert [body for body, answer in answers.items() if answer is Unavailable and body in stored] == []
+    assert set(answers.values()) <= {None, OutcomeUnknown, Unavailable}
+    assert Counter(answers.values())[None] > 0.8 * len(answers)
+    by_key: dict[bytes, list[int]] = defaultdict(list)
+    for body in stored:
+        key, number = body.split()
+        by_key[key].append(int(number))
+    assert {key: seen for key, seen in by_key.items() if seen != sorted(seen)} == {}
+
+
 async def test_a_server_that_is_away_is_unavailable() -> None:
     async with desk(f"kafka://127.0.0.1:{free_port()}", publish_timeout=0.3) as it:
         began = time.monotonic()
