@@ -89,7 +89,7 @@ class Part:
     def facts(self) -> str:
         """What others may want to know of it; see `status.Facts`."""
         known = f"open={self.mark.open} read={self.mark.end}"
-        return known if self.blocking == UNKNOWN else f"{known} since={self.since:.0f}"
+        return known if self.blocking == UNKNOWN else f"{known} since={int(self.since)}"
 
     def is_still_ours(self, committed: int) -> bool:
         """Whether a partition that came back is as we left it: nobody else has committed meanwhile."""

@@ -5,6 +5,7 @@
     streamfw publish NAME BODY       publish a message
     streamfw dlq list|show|requeue|purge NAME
     streamfw postgres migrate|status
+    streamfw kafka status|seek
 
 Nothing else in streamfw imports this package, and it imports typer and rich only when `main` runs.
 """

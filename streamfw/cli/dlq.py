@@ -15,7 +15,7 @@ from streamfw.broker import DeadLetters
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Message
 
 from .brokers import broker_of_command, not_memory
-from .output import BrokerUrl, CommandError, console, reporting, say, table
+from .output import BrokerUrl, CommandError, console, reporting, safe, say, table
 
 __all__ = ["commands"]
 
@@ -109,21 +109,16 @@ def _body(body: object) -> str:
     if not isinstance(body, bytes):
         return repr(body)
     try:
-        return _safe(msgspec.json.format(body, indent=2).decode())
+        return safe(msgspec.json.format(body, indent=2).decode())
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _printable(body)
 
 
 def _printable(value: bytes) -> str:
     try:
-        return _safe(value.decode())
+        return safe(value.decode())
     except UnicodeDecodeError:
         return repr(value)
-
-
-def _safe(text: str) -> str:
-    """Without what would drive the terminal: anybody may have published it."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def _text(letter: Message, header: str) -> str:

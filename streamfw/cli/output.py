@@ -20,10 +20,12 @@ from streamfw.errors import StreamError
 __all__ = [
     "BrokerUrl",
     "CommandError",
+    "age",
     "console",
     "errors_of",
     "handler_of",
     "reporting",
+    "safe",
     "say",
     "show_errors",
     "source_of",
@@ -66,6 +68,25 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
+
+
+def safe(text: str) -> str:
+    """Without what would drive the terminal: it is what somebody else wrote."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def age(seconds: float) -> str:
+    """Seconds as a person reads them, to two places."""
+    if not seconds:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    if minutes < 60:
+        return f"{minutes} min {int(seconds) % 60} s"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes // 60 % 24} h"
 
 
 def handler_of(one: BuiltSubscriber) -> str:

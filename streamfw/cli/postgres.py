@@ -16,7 +16,7 @@ from rich.text import Text
 from streamfw.broker import Broker
 
 from .brokers import broker_of_command
-from .output import BrokerUrl, CommandError, console, reporting, say, table
+from .output import BrokerUrl, CommandError, age, console, reporting, say, table
 
 __all__ = ["commands"]
 
@@ -105,23 +105,9 @@ def _cell(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if name in _AGES and isinstance(value, int | float):
-        return f"{_age(value)} ago" if name == "vacuumed" else _age(value)
+        return f"{age(value)} ago" if name == "vacuumed" else age(value)
     if isinstance(value, int):
         return f"{value:,}"
     if name == "group" and not value:
         return "(none yet)"
     return str(value)
-
-
-def _age(seconds: float) -> str:
-    """Seconds as a person reads them, to two places."""
-    if not seconds:
-        return "-"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds) // 60
-    if minutes < 60:
-        return f"{minutes} min {int(seconds) % 60} s"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes // 1440} d {minutes // 60 % 24} h"

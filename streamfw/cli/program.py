@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import check, dlq, postgres, publish, run
+from . import check, dlq, kafka, postgres, publish, run
 
 __all__ = ["program"]
 
@@ -22,6 +22,7 @@ program.command("check")(check.check)
 program.command("publish")(publish.publish)
 program.add_typer(dlq.commands, name="dlq")
 program.add_typer(postgres.commands, name="postgres")
+program.add_typer(kafka.commands, name="kafka")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,161 @@
+"""``streamfw kafka``: how consumer groups are, and moving one that does not run.
+
+The Kafka package is looked up when a command runs, as brokers are: the core imports none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+from rich.text import Text
+
+from streamfw.broker import Position
+
+from .brokers import broker_of_command
+from .output import BrokerUrl, CommandError, age, console, reporting, safe, say, table
+
+__all__ = ["commands"]
+
+T = TypeVar("T")
+
+commands = typer.Typer(help="Look at consumer groups of the Kafka broker, and move them.", no_args_is_help=True)
+
+Groups = Annotated[list[str] | None, typer.Option("--group", metavar="GROUP", help="This group; may be repeated.")]
+
+
+def _with_kafka(url: str | None, do: Callable[[Any], Awaitable[T]]) -> T:
+    """`do` with a connection of the broker, which is one of Kafka's."""
+    broker = broker_of_command(url)
+    try:
+        package: Any = importlib.import_module("streamfw_kafka")
+    except ImportError as error:
+        raise CommandError(f"this needs {error.name}; install it with: pip install 'streamfw[kafka]'") from error
+    if not isinstance(broker, package.KafkaBroker):
+        raise CommandError(f"{broker.describe()} is not Kafka: name one with --broker kafka://..")
+
+    async def connected() -> T:
+        async with broker.connect() as connection:
+            return await do(connection)
+
+    return asyncio.run(connected())
+
+
+# -- status
+
+
+@commands.command("status")
+@reporting
+def status(
+    broker: BrokerUrl = None,
+    group: Groups = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show how far each group has read each partition, what is not settled, and which message holds it back.
+
+    What is open is what its process told with its last commit, at most a few seconds ago; of groups that are not
+    streamfw's it is not known.
+    """
+    found = _with_kafka(broker, lambda connection: connection.status(group))
+    there = [one for one in found if one.state != "Dead"]
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(there), indent=2).decode())
+    elif not there and not group:
+        say("There are no groups yet.")
+    else:
+        for one in there:
+            _show(one)
+    if missing := [one.group for one in found if one.state == "Dead"]:
+        raise CommandError(f"no such group: {', '.join(map(repr, missing))}")
+
+
+_COLUMNS = ("topic", "partition", "committed", "end", "lag", "open", "read to", "blocking", "for", "member")
+_WORDS = ("topic", "member")
+
+
+def _show(group: Any) -> None:
+    count = len(group.members)
+    say(safe(f"{group.group}: {group.state}, {count} member{'' if count == 1 else 's'}"), "bold")
+    if not group.partitions:
+        say("It has read nothing yet.")
+        return
+    who = {member.member_id: safe(f"{member.client_id}{member.host}") for member in group.members}
+    shown = table(*_COLUMNS, right=[column for column in _COLUMNS if column not in _WORDS])
+    for one in group.partitions:
+        numbers = (one.committed, one.end, one.lag, one.open, one.read_to, one.blocking)
+        blocked = "" if one.since is None else age(max(0.0, time.time() - one.since))
+        member = who.get(one.member, "")
+        cells = (one.topic, str(one.partition), *map(_number, numbers), blocked, member)
+        shown.add_row(*map(Text, cells))
+    console().print(shown)
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+# -- seek
+
+
+@commands.command("seek")
+@reporting
+def seek(
+    group: Annotated[str, typer.Option("--group", metavar="GROUP", help="The group, none of whose members may run.")],
+    topic: Annotated[str, typer.Option("--topic", metavar="TOPIC", help="The topic.")],
+    to: Annotated[
+        list[str],
+        typer.Option(
+            "--to",
+            metavar="WHERE",
+            help="earliest, latest, a time (2026-11-30T08:00:00+01:00), or PARTITION=OFFSET (may be repeated).",
+        ),
+    ],
+    broker: BrokerUrl = None,
+) -> None:
+    """Let a group that does not run read on from elsewhere in a topic."""
+    position = _position(to)
+    moved = _with_kafka(broker, lambda connection: connection.seek_group(group, topic, position))
+    say(f"Group {group} in {topic}:")
+    shown = table("partition", "from", "to", right=("partition", "from", "to"))
+    for one in moved:
+        shown.add_row(str(one.partition), "(none)" if one.before is None else f"{one.before:,}", f"{one.after:,}")
+    console().print(shown)
+
+
+def _position(texts: Sequence[str]) -> Position:
+    if all("=" in text for text in texts):
+        return _offsets([pair for text in texts for pair in text.split(",")])
+    if len(texts) > 1:
+        raise CommandError("--to may be repeated for PARTITION=OFFSET only")
+    text = texts[0]
+    if text == "earliest":
+        return "earliest"
+    if text == "latest":
+        return "latest"
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise CommandError(f"--to {text}: earliest, latest, a time in ISO 8601 or PARTITION=OFFSET is needed") from None
+    if time.tzinfo is None:
+        raise CommandError(
+            f"--to {text}: a time needs its zone (+01:00, or Z): without it means another on each machine"
+        )
+    return time
+
+
+def _offsets(pairs: Sequence[str]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for pair in pairs:
+        partition, _, offset = (part.strip() for part in pair.partition("="))
+        if not (partition.isdecimal() and offset.isdecimal()):
+            raise CommandError(f"--to {pair}: a number of a partition and an offset are needed, as in 0=1200")
+        if int(partition) in found:
+            raise CommandError(f"--to names partition {partition} twice")
+        found[int(partition)] = int(offset)
+    return found
