@@ -170,6 +170,6 @@ def _unlink(name: str) -> None:
 
 def _reset(writer: asyncio.StreamWriter) -> None:
     raw = writer.get_extra_info("socket")
-    if raw is not None and raw.family != socket.AF_UNIX:
+    if raw is not None and raw.fileno() != -1 and raw.family != socket.AF_UNIX:  # its end may have reset it already
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()
