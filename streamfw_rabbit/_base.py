@@ -14,6 +14,7 @@ import aiormq
 from . import _content, _wire
 from .channel import (
     NACKED,
+    OPEN,
     ChannelCounters,
     Closed,
     FieldTable,
@@ -203,6 +204,8 @@ class BaseChannel(ABC):
             raise ChannelGone(self.closed, "publishing")
         if not self._confirms:
             raise RuntimeError("publishing needs a channel that was opened with confirms=True")
+        if receipts.answers[place] is not OPEN:
+            raise ValueError(f"place {place} of the receipts has its answer already")
         sequence = self._sequence + 1
         # Only a mandatory message can be returned.
         encoded = _content.encode(properties, sequence if mandatory else None)

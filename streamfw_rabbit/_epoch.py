@@ -21,7 +21,7 @@ from . import _wire
 from ._base import BaseChannel, finished, told
 from ._transport import SocketFactory
 from .channel import Closed, Transport
-from .errors import DRIVER_ERRORS, ChannelGone, closing_error, reason
+from .errors import DRIVER_ERRORS, LIBRARY_ERRORS, ChannelGone, closing_error, reason
 
 __all__ = ["Epoch", "WriteQueue"]
 
@@ -162,12 +162,12 @@ class Epoch(ABC):
         try:
             await channel.open()
             yield channel
-        except DRIVER_ERRORS as error:
+        except LIBRARY_ERRORS as error:
             raise closing_error(self.closed or reason(error), doing) from error
-        except asyncio.CancelledError as error:
-            if _is_cancelled():
+        except (*DRIVER_ERRORS, asyncio.CancelledError) as error:
+            # The caller's own, or (also a cancellation) the library's, of a connection that was closed meanwhile.
+            if _is_cancelled() or not channel.is_closed:
                 raise
-            # The library's own, of a connection that was closed meanwhile.
             raise ChannelGone(self.closed or Closed("lost"), doing) from error
         finally:
             self._keep(self._thrown_away(channel))

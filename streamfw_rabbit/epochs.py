@@ -94,6 +94,8 @@ class Epochs:
     """One connection, kept up. See the head of this module."""
 
     def __init__(self, options: ConnectionOptions) -> None:
+        if not options.hosts:
+            raise ValueError("hosts: none is given")
         self.options = options
         self.refused: BrokerRefused | None = None
         """What ended it for good."""

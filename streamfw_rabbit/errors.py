@@ -28,6 +28,7 @@ from .channel import Closed
 
 __all__ = [
     "DRIVER_ERRORS",
+    "LIBRARY_ERRORS",
     "AccessRefused",
     "ChannelGone",
     "NotFound",
@@ -39,16 +40,17 @@ __all__ = [
     "translated",
 ]
 
+LIBRARY_ERRORS: Final = (driver.AMQPError, driver.ChannelInvalidStateError)
+"""aiormq's own."""
 DRIVER_ERRORS: Final = (
-    driver.AMQPError,
-    driver.ChannelInvalidStateError,
+    *LIBRARY_ERRORS,
     OSError,
     EOFError,
     asyncio.TimeoutError,
     RuntimeError,  # "Connection ... closed", of a call that came too late
     asyncio.InvalidStateError,
 )
-"""What aiormq raises, or lets through from the socket."""
+"""What its calls raise, with what it lets through from the socket."""
 
 _CODES: Final[dict[type[BaseException], int]] = {
     driver.ConnectionFrameError: 501,
@@ -66,9 +68,11 @@ _CODES: Final[dict[type[BaseException], int]] = {
     driver.ChannelLockedResource: 405,
     driver.ChannelPreconditionFailed: 406,
 }
-# A durable queue whose node is away answers 404 as well, and comes back with its node; a consumer that has a queue for
-# itself goes away, and then 403 does.
-_PASSING: Final = re.compile("down or inaccessible|stopped by supervisor|is down|timeout|exclusive use", re.IGNORECASE)
+# What passes under one of those codes: a durable queue whose node is away (404), a consumer that has its queue for
+# itself (403), a limit of connections (530).
+_PASSING: Final = re.compile(
+    "down or inaccessible|stopped by supervisor|is down|timeout|exclusive use|limit", re.IGNORECASE
+)
 _INEQUIVALENT: Final = re.compile(
     r"inequivalent arg '(?P<argument>[^']*)' for (?P<kind>queue|exchange) '(?P<name>.*)' in vhost '.*': "
     r"received (?P<declared>.*) but current is (?P<actual>.*)"

@@ -65,7 +65,7 @@ class _LaneProtocol(SocketProtocol):
         if others:
             self._fed_at = self.last_data
             self.reader.feed_data(others)
-        elif self.last_data - self._fed_at > _HEARTBEAT_EVERY and not parser.damage:
+        elif self.last_data - self._fed_at > _HEARTBEAT_EVERY and not (parser.damage or self.greeting):
             self._fed_at = self.last_data
             self.heartbeats += 1
             self.reader.feed_data(_wire.HEARTBEAT)

@@ -237,6 +237,12 @@ async def test_publishing_needs_confirms(rabbit: Rabbit, transport: TransportNam
         channel = await r.channel()
         with pytest.raises(RuntimeError, match="confirms=True"):
             channel.publish("", "q", Properties(), b"", Receipts())
+        channel, receipts = await r.channel(confirms=True), Receipts(1)
+        with pytest.raises(IndexError):
+            channel.publish("", "q", Properties(), b"", receipts, 1)
+        receipts.answer(0, NACKED)
+        with pytest.raises(ValueError, match="place 0 of the receipts has its answer"):
+            channel.publish("", "q", Properties(), b"", receipts)
 
 
 async def test_an_exchange_that_is_not_there_closes_the_channel(rabbit: Rabbit, transport: TransportName) -> None:

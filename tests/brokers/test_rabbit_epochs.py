@@ -312,6 +312,7 @@ def test_which_answers_are_final() -> None:
         (0, ""),
         (404, "NOT_FOUND - home node 'r@h' of durable queue 'q' in vhost '/' is down or inaccessible"),
         (403, "ACCESS_REFUSED - queue 'q' in vhost '/' in exclusive use"),
+        (530, "NOT_ALLOWED - access to vhost '/' refused for user 'u': connection limit (9) is reached"),
     ]
     for code, text in final:
         assert is_fatal(Closed("channel", code, text))
@@ -400,6 +401,15 @@ async def test_declarations_on_a_connection_that_ends(rabbit: Rabbit, transport:
             with pytest.raises(ChannelGone):
                 await declaring
             await closing
+
+
+@pytest.mark.parametrize("error", [RuntimeError("own"), OSError("own"), TimeoutError("own"), KeyError("own")])
+async def test_what_the_caller_raises_while_declaring_stays_his(rabbit: Rabbit, error: Exception) -> None:
+    async with rig(rabbit, "fast") as r:
+        with pytest.raises(type(error), match="own") as caught:
+            async with r.epochs.declarations():
+                raise error
+        assert caught.value is error
 
 
 async def test_what_is_known_of_the_server(rabbit: Rabbit, transport: TransportName) -> None:
