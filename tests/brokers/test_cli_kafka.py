@@ -126,7 +126,7 @@ def test_a_broker_that_is_another_or_away(run: Run, command: list[str]) -> None:
 
 
 async def test_seek_moves_a_group_that_does_not_run(kafka: Kafka, run: Run) -> None:
-    name, group = await topic(kafka, 2), new_name("group")
+    name, group = await topic(kafka, 2, retention_ms=-1), new_name("group")
     for start in (1_700_000_000_000, 1_700_000_100_000):
         for partition in (0, 1):
             await fill(kafka, name, numbers(range(3)), partition=partition, timestamp_ms=start)
