@@ -30,12 +30,13 @@ class Part:
     - `gaps`: offsets that nobody was given (markers of transactions, what compaction took away).
     - `low`: the watermark as last looked at.
     - `blocking`: the oldest open offset as last looked at (-1: nothing is open), and `since` when (seconds since 1970).
+    - `shut`: there is no room for more of it, whatever is open.
     - `told`, `told_at`: the facts that were last committed with an offset, and when.
     """
 
     __slots__ = (
-        "blocking", "committed", "epoch", "gaps", "live", "low", "mark", "sent", "since", "start", "told", "told_at",
-        "tp",
+        "blocking", "committed", "epoch", "gaps", "live", "low", "mark", "sent", "shut", "since", "start", "told",
+        "told_at", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, start: int, committed: int, epoch: int) -> None:
@@ -47,6 +48,7 @@ class Part:
         self.told, self.told_at = "", 0.0
         self.gaps = 0
         self.live = True
+        self.shut = False
 
     def hold(self, records: Sequence[Any]) -> None:
         """Open the offset of each record, before anybody can settle past it."""
@@ -73,7 +75,7 @@ class Part:
     def full(self, open_limit: int, window_limit: int) -> bool:
         """Whether nothing more is to be read of it for now. The mark moves lazily: look before it is left out."""
         mark = self.mark
-        if mark.open >= open_limit:
+        if mark.open >= open_limit or self.shut:
             return True
         if mark.end - self.low < window_limit:
             return False

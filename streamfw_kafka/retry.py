@@ -3,7 +3,8 @@
 A message that is to be tried again in an hour must not hold back its partition's position for an hour. So it is
 published once more, to the retry topic of its group, with when it may run and which attempt it will be; when that is
 confirmed, the original is settled. The group reads its retry topic as well, and keeps what comes too early in a heap,
-held in the watermark like everything that is out: who takes the partition over reads it again.
+held in the watermark like everything that is out: who takes the partition over reads it again. What has no room there
+stays in the topic, and may so be late, but never early.
 
 The headers count on that topic only: from a sender outside they would be forgeable.
 """
@@ -13,18 +14,20 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Final
 
-from streamfw.message import ORIGIN_OFFSET, ORIGIN_PARTITION, TOMBSTONE, Headers, Outgoing
+from streamfw.message import ORIGIN_OFFSET, ORIGIN_PARTITION, Headers, Outgoing
 
-from .assignment import KafkaDelivery, Part
+from .assignment import KafkaDelivery, Maker, Part
 from .wire import visible_headers
 
-__all__ = ["ATTEMPT", "NOT_BEFORE", "Waiting", "again_later"]
+__all__ = ["ATTEMPT", "NOT_BEFORE", "PUBLISHED", "Waiting", "again_later"]
 
 ATTEMPT: Final = "streamfw-attempt"
 NOT_BEFORE: Final = "streamfw-not-before"
-_OURS: Final = frozenset({ATTEMPT, NOT_BEFORE, ORIGIN_PARTITION, ORIGIN_OFFSET})
+PUBLISHED: Final = "streamfw-published"
+_OURS: Final = frozenset({ATTEMPT, NOT_BEFORE, PUBLISHED, ORIGIN_PARTITION, ORIGIN_OFFSET})
 
 
 def again_later(delivery: KafkaDelivery, topic: str, after: float) -> Outgoing:
@@ -33,6 +36,7 @@ def again_later(delivery: KafkaDelivery, topic: str, after: float) -> Outgoing:
     told = {
         ATTEMPT: str(delivery.attempt + 1),
         NOT_BEFORE: str(round((time.time() + after) * 1000)),
+        PUBLISHED: str(delivery.record.timestamp),
         **delivery.origin_place(),
     }
     return Outgoing(
@@ -50,13 +54,27 @@ def _number(headers: Headers, name: str, least: int) -> int:
     return max(least, int(value)) if value is not None and value.isdigit() and len(value) < 19 else least
 
 
-class Waiting:
-    """Deliveries from the retry topic whose time has not come, by their time."""
+def _restored(delivery: KafkaDelivery, name: str) -> int:
+    """Make it what it was on the topic `name`, but for the attempt; return when it may run, in ms since 1970."""
+    headers = visible_headers(delivery.record.headers)
+    places = ((each, _number(headers, each, -1)) for each in (ORIGIN_PARTITION, ORIGIN_OFFSET))
+    delivery.name = name
+    delivery.attempt = _number(headers, ATTEMPT, 1)
+    delivery.raw_headers = Headers.of(tuple(pair for pair in headers.pairs if pair[0] not in _OURS))
+    delivery.record = replace(delivery.record, timestamp=_number(headers, PUBLISHED, 0) or delivery.record.timestamp)
+    delivery.place = {each: str(number) for each, number in places if number >= 0}
+    return _number(headers, NOT_BEFORE, 0)
 
-    def __init__(self, name: str) -> None:
-        self._name = name  # what they were published to at first
+
+class Waiting:
+    """Deliveries from the retry topic whose time has not come, by their time. `name` is what they were published to at
+    first; `make` makes them of records. `bytes` is how large their bodies are together."""
+
+    def __init__(self, name: str, make: Maker) -> None:
+        self._name, self._make = name, make
         self._heap: list[tuple[int, int, KafkaDelivery]] = []
         self._count = 0
+        self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -64,34 +82,33 @@ class Waiting:
     def take(self, part: Part, records: Iterable[Any], now: float) -> list[KafkaDelivery]:
         """Deliveries of records that are held already; only those that are due."""
         due: list[KafkaDelivery] = []
-        for record in records:
-            headers = visible_headers(record.headers)
-            place = {name: headers[name] for name in (ORIGIN_PARTITION, ORIGIN_OFFSET) if name in headers}
-            delivery = KafkaDelivery(
-                name=self._name,
-                body=TOMBSTONE if record.value is None else record.value,
-                attempt=_number(headers, ATTEMPT, 1),
-                raw_headers=Headers.of(tuple(pair for pair in headers.pairs if pair[0] not in _OURS)),
-                record=record,
-                part=part,
-                place=place,
-            )
-            when = _number(headers, NOT_BEFORE, 0)
+        for delivery in self._make(part, records):
+            when = _restored(delivery, self._name)
             if when <= now * 1000:
                 due.append(delivery)
             else:
                 self._count += 1
+                self.bytes += len(delivery.body)
                 heapq.heappush(self._heap, (when, self._count, delivery))
         return due
 
-    def due(self, now: float, most: int) -> list[KafkaDelivery]:
-        """Those whose time has come, at most so many; what is not ours any more is forgotten."""
+    def due(self, now: float) -> list[KafkaDelivery]:
+        """Those whose time has come."""
         found: list[KafkaDelivery] = []
-        while self._heap and self._heap[0][0] <= now * 1000 and len(found) < most:
+        while self._heap and self._heap[0][0] <= now * 1000:
             delivery = heapq.heappop(self._heap)[2]
+            self.bytes -= len(delivery.body)
             if delivery.part.live:
                 found.append(delivery)
         return found
 
+    def forget_lost(self) -> None:
+        """Partitions may have moved: what came out of them is somebody else's."""
+        self._heap = [waiting for waiting in self._heap if waiting[2].part.live]
+        heapq.heapify(self._heap)
+        self.bytes = sum(len(delivery.body) for _, _, delivery in self._heap)
+
     def clear(self) -> None:
+        """Forget them all."""
         self._heap.clear()
+        self.bytes = 0

@@ -73,11 +73,12 @@ class KafkaSource(Source):
         self._make = maker_of("partition" if subscription.transactional else subscription.ordered_by, bundled)
         self._tasks: list[asyncio.Task[None]] = []
         self.watch = Watch(opening, lambda: self._fetching)
-        self._waiting = Waiting(opening.topic.name)
+        self._waiting = Waiting(opening.topic.name, self._make)
         self._sent: set[tuple[Part, int]] = set()  # published again by a settlement that is being repeated
         self._served: set[TopicPartition] = set()
         self._over: deque[KafkaDelivery] = deque()
         self._average = 0.0  # bytes of a record's value
+        self._moved = 0  # rebalances that what waits has gone through
         self._fetching = self._stopped = self._closed = False
         self.late = self.discarded = self.jumps = 0
 
@@ -120,13 +121,16 @@ class KafkaSource(Source):
 
     def _from_before(self, limit: int, max_bytes: int) -> list[KafkaDelivery]:
         """What the last getmany brought beyond the budget, and what has waited long enough."""
-        found = self._waiting.due(time.time(), limit) if self._waiting else []
-        max_bytes -= sum(len(delivery.body) for delivery in found)
-        while self._over and len(found) < limit and (max_bytes > 0 or not found):
+        if self._waiting:
+            self._over.extend(self._waiting.due(time.time()))
+        found: list[KafkaDelivery] = []
+        while self._over and len(found) < limit:
+            max_bytes -= len(self._over[0].body)
+            if max_bytes < 0 and found:
+                break
             delivery = self._over.popleft()
             if delivery.part.live:
                 found.append(delivery)
-                max_bytes -= len(delivery.body)
         return found
 
     async def _read(self, limit: int, max_bytes: int) -> list[KafkaDelivery]:
@@ -170,6 +174,8 @@ class KafkaSource(Source):
     async def _getmany(self, most: int) -> dict[TopicPartition, list[Any]]:
         consumer, settings, parts, served = self.group.consumer, self._settings, self.group.parts, self._served
         opened, window = settings.open_limit, settings.window_limit
+        if self._opening.retry_name is not None:
+            self._bound_what_waits()
         ready = [tp for tp, part in parts.items() if not part.full(opened, window)]
         records: dict[TopicPartition, list[Any]] = {}
         if 0 < len(turn := [tp for tp in ready if tp not in served]) < len(ready):
@@ -179,6 +185,16 @@ class KafkaSource(Source):
             records = await consumer.getmany(*ready or (NOTHING,), timeout_ms=int(POLL * 1000), max_records=most)
         served.update(records)
         return records
+
+    def _bound_what_waits(self) -> None:
+        """The retry topic is not read further while too many bytes of it wait here: they are in memory."""
+        group, waiting = self.group, self._waiting
+        if self._moved != group.rebalances:
+            self._moved = group.rebalances
+            waiting.forget_lost()
+        full = waiting.bytes >= self._subscription.max_bytes
+        for tp, part in group.parts.items():
+            part.shut = full and tp.topic == self._opening.retry_name
 
     def _within(self, found: list[KafkaDelivery], max_bytes: int) -> list[KafkaDelivery]:
         """Those that fit; the others wait here. Bodies are only measured while their sum may come to matter."""
