@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias
 
@@ -13,6 +13,7 @@ from aiokafka.errors import KafkaError
 from streamfw.errors import BrokerUnavailable
 
 from .errors import translated
+from .foreign import tolerate
 from .nodes import diagnosed
 from .settings import Settings, client_arguments
 
@@ -22,7 +23,7 @@ Spans: TypeAlias = "Mapping[TopicPartition, tuple[int, int]]"
 """The offset to begin at in each partition, and the one to stop before."""
 
 _MOST: Final = 500  # records at a time
-_PATIENCE: Final = 0.5  # seconds of one look
+_PATIENCE: Final = 500  # ms of one look
 _CLOSE: Final = 5.0
 
 
@@ -31,6 +32,7 @@ class Reader:
 
     def __init__(self, consumer: AIOKafkaConsumer, spans: Spans, settings: Settings) -> None:
         self._consumer, self._spans = consumer, dict(spans)
+        self._next = {tp: first for tp, (first, _) in spans.items()}
         self._timeout = 2 * settings.request_timeout
 
     def leave(self, tp: TopicPartition) -> None:
@@ -45,13 +47,26 @@ class Reader:
         try:
             async with asyncio.timeout(self._timeout):
                 while left := [tp for tp in self._spans if await self._consumer.position(tp) < self._spans[tp][1]]:
-                    found = await self._consumer.getmany(*left, timeout_ms=int(_PATIENCE * 1000), max_records=_MOST)
+                    found = await self._getmany(left)
                     if records := [r for tp, some in found.items() for r in some if r.offset < self._spans[tp][1]]:
                         return records
         except (KafkaError, TimeoutError) as error:
             topics = sorted({tp.topic for tp in self._spans})
             raise translated(error, f"reading {', '.join(map(repr, topics))}") from error
         return []
+
+    async def _getmany(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, list[Any]]:
+        try:
+            found: dict[TopicPartition, list[Any]] = await self._consumer.getmany(
+                *partitions, timeout_ms=_PATIENCE, max_records=_MOST
+            )
+        except UnicodeDecodeError:  # a header's name, once a process; what it had taken by then of others is lost
+            tolerate()
+            for tp in partitions:
+                self._consumer.seek(tp, self._next[tp])
+            return {}
+        self._next |= {tp: some[-1].offset + 1 for tp, some in found.items()}
+        return found
 
 
 @asynccontextmanager

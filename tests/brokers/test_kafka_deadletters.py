@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
+from aiokafka.consumer import fetcher
+from aiokafka.record.memory_records import MemoryRecords
 
 from streamfw import App, Backoff, Message, subscriber
 from streamfw.errors import BrokerClosed, BrokerRefused, BrokerUnavailable
@@ -238,6 +240,21 @@ async def test_a_compacted_topic_loses_no_records(kafka: Kafka, on: KafkaConnect
             await call
     assert [m.message_id for m in await letters.list()] == [one]
     assert await read(kafka, name) == []
+
+
+async def test_letters_with_header_names_that_are_no_utf8_stay_as_they_were(
+    kafka: Kafka, on: KafkaConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiokafka raises at the first of them, and forgets what it had taken of other partitions: that must not go."""
+    monkeypatch.setattr(fetcher, "MemoryRecords", MemoryRecords)  # as in a process that has not met one yet
+    name = await dead(kafka, 3)
+    ids = await bury(on, name, *numbers(range(60)), headers=[("fine", b"1")])
+    ids += await bury(on, name, *numbers(range(60, 90)), headers=[("\udcff", b"1")])
+    letters = await on.dead_letters(f"{name}.dead")
+    assert await letters.purge([ids[0], ids[-1]]) == 2
+    there = await letters.list()
+    assert Counter(m.message_id for m in there) == Counter(ids[1:-1])
+    assert all(m.headers.pairs[0][0] == ("fine" if int(m.body) < 60 else "\udcff") for m in there)
 
 
 # ------------------------------------------------------------------ putting back
