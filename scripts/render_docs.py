@@ -26,9 +26,10 @@ RELIABILITY = """\
 # Reliability
 
 What `make soak` found: each suite kills processes or cuts transports while messages flow, against a real server that
-syncs to disk, and compares sets of ids at the end. A *duplicate* is a second delivery whose cause the oracle has shown:
-the process of the first was killed, or its lease had ended, before the settlement was durable. Anything else, and
-anything lost, fails the suite. This page is rendered from `results.json`; no figure is typed.
+syncs to disk (Kafka as its defaults have it, which leave that to the system), and compares sets of ids at the end. A
+*duplicate* is a second delivery whose cause the oracle has shown: the process of the first was killed, or stood still
+past its lease or session, or could not reach the server, before the settlement was durable. Anything else, and anything
+lost, fails the suite. This page is rendered from `results.json`; no figure is typed.
 
 | suite | rounds | published | handled | lost | duplicates, explained | faults |
 |---|---|---|---|---|---|---|
@@ -122,6 +123,22 @@ def _faults(total: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _figures(total: dict[str, Any]) -> Iterator[str]:
+    """What some suites have measured besides."""
+    if causes := total.get("duplicates_by_cause"):
+        yield "duplicates by cause: " + ", ".join(f"{cause} {count:,}" for cause, count in causes.items())
+    if (kills := total.get("repeated_after_kills")) and kills["at_most"]:
+        repeated, most = kills["repeated"], kills["at_most"]
+        yield f"a kill repeats what was done since the last commit: {repeated:,} messages of at most {most:,}"
+    for name, value in total.items():
+        if isinstance(value, dict) and (seconds := value.get("seconds")):
+            times = " / ".join(f"{seconds[key] * 1000:,.0f}" for key in ("median", "p95", "longest"))
+            yield f"{name.replace('_', ' ')}, median / 95 % / longest of the worst round: {times} ms"
+    if "generations" in total:
+        kept, new = total["partitions"]["kept"], total["partitions"]["new"]
+        yield f"{total['generations']:,} generations of the group, partitions kept {kept:,}, given to others {new:,}"
+
+
 def reliability(document: dict[str, Any]) -> str:
     lines, notes = [], []
     for name, suite in sorted(document["suites"].items()):
@@ -135,6 +152,7 @@ def reliability(document: dict[str, Any]) -> str:
             f"- `{name}`: {suite['what']}. {suite['date']}, commit `{suite['commit'][:12]}`, seed {suite['seed']}, "
             f"Python {suite['python']}."
         )
+        notes += [f"  - {figure}" for figure in _figures(total)]
     return RELIABILITY + "\n".join(lines) + "\n\n" + "\n".join(notes) + "\n"
 
 

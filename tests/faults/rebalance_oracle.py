@@ -32,11 +32,12 @@ SESSIONS = 3  # so long before it was taken for dead (in sessions) a loop that s
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """A signal that a process got; or what happened to the ``server``, and so to every process."""
+    """A signal that a process got; or what happened to the ``server``, and so to every process, and `until` when."""
 
     at: int
     kind: Literal["kill", "stop", "go on", "leave", "server"]
     process: str = ""
+    until: int = 0
 
 
 @dataclass(slots=True)
@@ -232,7 +233,7 @@ class _Causes:
     """Why a partition went from one owner to another."""
 
     def __init__(self, log: Log, fates: Sequence[Fate], session: float) -> None:
-        self._log, self._window = log, int(SESSIONS * session * 1e9)
+        self._log, self._session, self._window = log, int(session * 1e9), int(SESSIONS * session * 1e9)
         self._fates: dict[str, list[Fate]] = defaultdict(list)
         self._begins: dict[int, list[int]] = defaultdict(list)  # of the owners of a partition
         for owner in log.owners.values():
@@ -247,7 +248,8 @@ class _Causes:
         begins = self._begins[owner.partition]
         place = bisect.bisect_right(begins, owner.at)
         until = begins[place] if place < len(begins) else owner.at
-        found = [fate for fate in self._fates[owner.process] or self._of_server if owner.at < fate.at < until]
+        found = [fate for fate in self._fates[owner.process] if owner.at < fate.at < until]
+        found += [fate for fate in self._of_server if fate.at < until and owner.at < fate.until + self._session]
         return found[-1] if found else None
 
     def cause(self, owner: Owner) -> Cause:

@@ -17,30 +17,57 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tests.faults.cuts import cut_run
+from tests.faults.kafka_cuts import kafka_cut_run
 from tests.faults.kills import KillRun, kill_run, poison_run
 from tests.faults.ledger import Verdict
 from tests.faults.operations import reload_run, service_run
-from tests.services import postgres as services
+from tests.faults.rebalance_oracle import Findings, Pauses
+from tests.faults.rebalances import Mode, rebalance_run
+from tests.services import kafka, postgres
+from tests.services.kafka import OwnKafka
+from tests.services.postgres import OwnPostgres
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "reliability" / "results.json"
 Counts = dict[str, Any]
+Server = TypeVar("Server")
+WORST = ("seconds",)
+"""Counts of these names are not summed over the rounds: the largest counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Suite:
-    """`rounds` rounds; each is given a seed and a directory, and answers its counts. Raises when the oracle objects."""
+class Suite(Generic[Server]):
+    """`rounds` rounds; each is given a server of its own in a directory (`server`), a directory for what is written
+    down, and a seed, and answers its counts. Raises when the oracle objects."""
 
     name: str
     what: str
     rounds: int
-    run: Callable[[services.OwnPostgres, Path, int], Counts]
+    run: Callable[[Server, Path, int], Counts]
+    server: Callable[[Path], AbstractContextManager[Server]]
+
+
+def _postgres(directory: Path) -> AbstractContextManager[OwnPostgres]:
+    return postgres.own(postgres.NEWEST, directory, fsync=True)
+
+
+def _kafka(directory: Path) -> AbstractContextManager[OwnKafka]:
+    return kafka.own(kafka.ONE, directory)
+
+
+def _three_kafkas(directory: Path) -> AbstractContextManager[OwnKafka]:
+    return kafka.own(kafka.THREE, directory)
+
+
+# ---------------------------------------------------------------------- Postgres
 
 
 def _checked(verdict: Verdict) -> Counts:
@@ -48,34 +75,34 @@ def _checked(verdict: Verdict) -> Counts:
     return {"published": verdict.published, "handled": verdict.handled, "lost": 0, "duplicates": verdict.explained}
 
 
-def _kills(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+def _kills(server: OwnPostgres, directory: Path, seed: int) -> Counts:
     run: KillRun = asyncio.run(kill_run(server.facts.dsn, directory, seed=seed, messages=2_000, kills=5))
     return {"kills": run.kills, **_checked(run.verdict)}
 
 
-def _lock_kills(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+def _lock_kills(server: OwnPostgres, directory: Path, seed: int) -> Counts:
     form = ("rowlock", "journal")[seed % 2]
     run = asyncio.run(kill_run(server.facts.dsn, directory, seed=seed, messages=2_000, kills=5, form=form))
     return {"kills": run.kills, **_checked(run.verdict)}
 
 
-def _lock_poison(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+def _lock_poison(server: OwnPostgres, directory: Path, seed: int) -> Counts:
     return _poison(server, directory, seed, "rowlock")
 
 
-def _poison(server: services.OwnPostgres, directory: Path, seed: int, form: str = "lease") -> Counts:
+def _poison(server: OwnPostgres, directory: Path, seed: int, form: str = "lease") -> Counts:
     run = asyncio.run(poison_run(server.facts.dsn, directory, form=form))
     assert run.dead == 1, f"{run.dead} dead letters instead of one"
     return {"kills": run.kills, "dead_letters": run.dead, **_checked(run.verdict)}
 
 
-def _cuts(server: services.OwnPostgres, directory: Path, seed: int, form: str = "lease") -> Counts:
+def _cuts(server: OwnPostgres, directory: Path, seed: int, form: str = "lease") -> Counts:
     run = asyncio.run(cut_run(server, directory, seed=seed, messages=2_000, faults=20, form=form))
     faults = {name: run.faults[name] for name in sorted(run.faults)}
     return {"faults": faults, "outcome_unknown": run.unknown, **_checked(run.verdict)}
 
 
-def _operations(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+def _operations(server: OwnPostgres, directory: Path, seed: int) -> Counts:
     """Each form of a queue in turn."""
     form = ("lease", "rowlock")[seed % 2]
     parts = {name: directory / name for name in ("service", "reload")}
@@ -88,18 +115,121 @@ def _operations(server: services.OwnPostgres, directory: Path, seed: int) -> Cou
     return {"kills": faults.pop("kill"), "faults": faults, **checked}
 
 
-def _lock_cuts(server: services.OwnPostgres, directory: Path, seed: int) -> Counts:
+def _lock_cuts(server: OwnPostgres, directory: Path, seed: int) -> Counts:
     return _cuts(server, directory, seed, ("rowlock", "journal")[seed % 2])
 
 
-SUITES = (
-    Suite("postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills),
-    Suite("postgres-lease-poison", "one message in 1,000 that kills its process, attempts=3", 3, _poison),
-    Suite("postgres-rowlock-kills", "the same by row locks, every other round with attempts counted", 10, _lock_kills),
-    Suite("postgres-rowlock-poison", "the same by row locks: one message that kills its process", 3, _lock_poison),
-    Suite("operations", "a service reloaded, restarted, replaced and killed under load, 20 times each", 4, _operations),
-    Suite("postgres-lease-cuts", "connections, backends and the server cut under a running app", 10, _cuts),
-    Suite("postgres-rowlock-cuts", "the same by row locks, every other round with attempts counted", 10, _lock_cuts),
+# ---------------------------------------------------------------------- Kafka
+
+
+def _found(findings: Findings) -> Counts:
+    assert not findings.faults, "; ".join(findings.faults)
+    return {
+        "published": findings.published,
+        "handled": findings.handled,
+        "lost": 0,
+        "duplicates": findings.duplicates.total(),
+        "duplicates_by_cause": dict(sorted(findings.duplicates.items())),
+        "partitions": {"kept": findings.kept, "new": findings.new},
+    }
+
+
+def _seconds(**pauses: Pauses) -> Counts:
+    """In milliseconds' precision: a file that people read."""
+    found: Counts = {}
+    for name, pause in pauses.items():
+        values = {key: round(value, 3) for key, value in asdict(pause).items() if key != "count"}
+        found[name] = {"seconds": values}
+    return found
+
+
+def _rebalances(
+    server: OwnKafka, directory: Path, seed: int, messages: int = 20_000, events: int = 30, mode: Mode = "single"
+) -> Counts:
+    """Without a mode that is asked for, every other round lets the events overlap."""
+    storm = mode == "single" and seed % 2 == 1
+    run = asyncio.run(
+        rebalance_run(server.facts, directory, seed=seed, messages=messages, events=events, mode=mode, storm=storm)
+    )
+    found = run.findings
+    kill = {"repeated": sum(each.repeated for each in found.kills), "at_most": sum(each.most for each in found.kills)}
+    return {
+        "kills": run.events["kill"],
+        "faults": {f"members that {_DID[name]}": run.events[name] for name in _DID},
+        **_found(found),
+        "generations": found.generations,
+        "repeated_after_kills": kill,
+        **_seconds(pause_of_a_member=found.pauses, pause_of_the_group=found.group_pauses),
+    }
+
+
+_DID = {"join": "joined", "leave": "left", "stop": "stood still past their session"}
+
+
+def _ordered(server: OwnKafka, directory: Path, seed: int) -> Counts:
+    return _rebalances(server, directory, seed, messages=5_000, events=8, mode=("key", "batch")[seed % 2])
+
+
+def _kafka_cuts(server: OwnKafka, directory: Path, seed: int, messages: int = 2_000, faults: int = 20) -> Counts:
+    run = asyncio.run(kafka_cut_run(server, directory, seed=seed, messages=messages, faults=faults))
+    return {
+        "faults": {name: run.faults[name] for name in sorted(run.faults)},
+        "outcome_unknown": run.unknown,
+        **_found(run.findings),
+        **_seconds(at_work_again=run.recoveries),
+    }
+
+
+SUITES: tuple[Suite[Any], ...] = (
+    Suite(
+        "postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills, _postgres
+    ),
+    Suite("postgres-lease-poison", "one message in 1,000 that kills its process, attempts=3", 3, _poison, _postgres),
+    Suite(
+        "postgres-rowlock-kills",
+        "the same by row locks, every other round with attempts counted",
+        10,
+        _lock_kills,
+        _postgres,
+    ),
+    Suite(
+        "postgres-rowlock-poison",
+        "the same by row locks: one message that kills its process",
+        3,
+        _lock_poison,
+        _postgres,
+    ),
+    Suite(
+        "operations",
+        "a service reloaded, restarted, replaced and killed under load, 20 times each",
+        4,
+        _operations,
+        _postgres,
+    ),
+    Suite("postgres-lease-cuts", "connections, backends and the server cut under a running app", 10, _cuts, _postgres),
+    Suite(
+        "postgres-rowlock-cuts",
+        "the same by row locks, every other round with attempts counted",
+        10,
+        _lock_cuts,
+        _postgres,
+    ),
+    Suite(
+        "kafka-rebalances",
+        "members of a group that join, leave, are killed and stand still, 300 events while 200,000 messages flow",
+        10,
+        _rebalances,
+        _kafka,
+    ),
+    Suite("kafka-order", "the same with messages ordered by key, or in batches, in turn", 4, _ordered, _kafka),
+    Suite("kafka-cuts", "connections and the one server cut under a running app", 5, _kafka_cuts, _kafka),
+    Suite(
+        "kafka-node-loss",
+        "one server of three lost, or away for a while, under a running app",
+        5,
+        partial(_kafka_cuts, messages=1_000, faults=6),
+        _three_kafkas,
+    ),
 )
 
 
@@ -128,14 +258,17 @@ def _summed(rounds: list[Counts]) -> Counts:
     total: Counts = {}
     for counts in rounds:
         for name, value in counts.items():
-            if isinstance(value, dict):
+            if name in WORST:
+                known = total.setdefault(name, {})
+                total[name] = {each: max(known.get(each, 0.0), most) for each, most in value.items()}
+            elif isinstance(value, dict):
                 total[name] = _summed([total.get(name, {}), value])
             else:
                 total[name] = total.get(name, 0) + value
     return total
 
 
-def _run_suite(suite: Suite, document: dict[str, Any], commit: str, seed: int, restart: bool) -> None:
+def _run_suite(suite: Suite[Any], document: dict[str, Any], commit: str, seed: int, restart: bool) -> None:
     known = document["suites"].get(suite.name, {})
     rounds: list[Counts] = known.get("rounds", [])
     if restart or known.get("commit") != commit or known.get("seed") != seed:
@@ -143,7 +276,7 @@ def _run_suite(suite: Suite, document: dict[str, Any], commit: str, seed: int, r
     for number in range(len(rounds), suite.rounds):
         began = time.monotonic()
         directory = Path(tempfile.mkdtemp(prefix=f"streamfw-soak-{suite.name}-{number}-"))
-        with services.own(services.NEWEST, services.run_directory(f"soak-{suite.name}"), fsync=True) as server:
+        with suite.server(postgres.run_directory(f"soak-{suite.name}")) as server:
             counts = suite.run(server, directory, seed * 1000 + number)
         rounds.append(counts)
         print(f"{suite.name} {number + 1}/{suite.rounds}: {counts} in {time.monotonic() - began:.0f} s", flush=True)

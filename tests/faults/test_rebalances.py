@@ -92,7 +92,8 @@ def test_the_oracle_objects(tmp_path: Path, one: list[str], two: list[str], obje
     [
         (Fate(80, "kill", "one"), "kill"),
         (Fate(80, "stop", "one"), "stop"),
-        (Fate(80, "server"), "server"),
+        (Fate(80, "server", until=85), "server"),
+        (Fate(-20 * SECOND, "server", until=-19 * SECOND), "moved"),
         (Fate(80, "kill", "two"), "moved"),
         (Fate(80, "leave", "one"), "moved"),
         (Fate(115, "kill", "one"), "moved"),  # when the partition was another's already
