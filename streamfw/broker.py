@@ -43,7 +43,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from .errors import PublishError, SettleError, Unsupported, redact
+from .errors import BrokerError, PublishError, SettleError, Unsupported, redact
 from .message import Message, Outgoing
 from .outcome import Outcome
 
@@ -291,7 +291,13 @@ class UnitOfWork(ABC):
 
 
 class Source(ABC):
-    """An open subscription. Driven by one pump; see the module's theory of operation."""
+    """An open subscription. Driven by one pump; see the module's theory of operation.
+
+    `forgot` is set by whoever waits for replies at a reply inbox (`REPLY_PREFIX`). A source whose replies are kept
+    nowhere calls it when those to all that was asked until now were lost, with why.
+    """
+
+    forgot: Callable[[BrokerError], None] | None = None
 
     @abstractmethod
     async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:

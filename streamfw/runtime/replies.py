@@ -62,7 +62,8 @@ class Inbox:
         self, send: Callable[[Outgoing], Awaitable[object]], message: Outgoing, timeout: float, where: str
     ) -> Message:
         """Publish `message` by `send` and return its reply. Raises `ReplyTimeout` after `timeout` seconds, a
-        `PublishError`, or `Unsupported` where the broker carries no replies."""
+        `PublishError`, a `BrokerError` when the reply was lost with the connection, or `Unsupported` where the broker
+        carries no replies."""
         await self._open()
         identity = message.headers.get(CORRELATION_ID) or new_message_id()
         if identity in self._waiting:
@@ -108,6 +109,7 @@ class Inbox:
                 self._failed,
             )
             await pump.open(self._connection)
+            pump.source.forgot = self._forgotten
             pump.start()
             self._pump = pump
 
@@ -117,6 +119,12 @@ class Inbox:
             self.late += 1
         else:
             reply.set_result(message)
+
+    def _forgotten(self, error: BrokerError) -> None:
+        """Fail what waits: its replies went to a connection that is gone."""
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(error)
 
     async def close(self) -> None:
         """Fail what still waits, and withdraw the inbox."""
