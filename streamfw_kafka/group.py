@@ -215,20 +215,23 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
 
     def restart(self, tp: TopicPartition, position: int) -> None:
         """Read a partition from somewhere else, as a new epoch: what is at hand of it is ours no more."""
+        self._renew(tp, position, UNKNOWN)
+        self.consumer.seek(tp, position)
+
+    def _renew(self, tp: TopicPartition, position: int, committed: int) -> None:
         old = self.parts.get(tp)
         if old is not None:
             self._end(old)
-        self.parts[tp] = self._new_part(tp, position, UNKNOWN)
-        self.consumer.seek(tp, position)
+        self.parts[tp] = self._new_part(tp, position, committed)
 
-    async def move(self, wanted: Mapping[TopicPartition, int]) -> None:
+    async def move(self, wanted: Mapping[TopicPartition, int], rebalances: int) -> None:
         """Read these partitions on from other positions, and commit those. Like a rebalance of our own: nothing new
         begins, what runs may end, and everything is seeked, because what is being read meanwhile is thrown away.
+        `rebalances` is their count when the partitions were asked for.
 
         Raises a `BrokerError`; then nothing has moved.
         """
-        if not self.gate:
-            raise BrokerUnavailable(f"{self._subscription!r}: its partitions are just moving; seek again")
+        self.check_still(rebalances)
         pump = self._subscription.pump
         self.gate = False
         self.opened.clear()
@@ -236,27 +239,39 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         try:
             await pump.quiesce(self._settings.rebalance_drain)
             await self._end_commit_in_flight()
-            moved = {tp: offset for tp, offset in wanted.items() if tp in self.parts}
-            await self._commit_move(moved)
-            for tp, offset in moved.items():
-                self.restart(tp, offset)
-                self.parts[tp].committed = self.parts[tp].sent = offset
+            self.check_still(rebalances, moving=True)
+            # As a commit: a rebalance that begins now awaits it before it commits anything itself.
+            self._committing = asyncio.ensure_future(self._commit_move(wanted))
+            await asyncio.wait([self._committing])
+            if self._committing.cancelled():
+                raise TimeoutError
+            self._committing.result()
+        except (KafkaError, TimeoutError) as error:
+            raise translated(error, f"moving group {self._subscription.group!r}") from error
         finally:
-            if not self.rebalancing:  # else the gate opens when that is over
+            if not (self.rebalancing or self.gate or self.closed):  # else it opens when that is over, or never
                 for tp, part in self.parts.items():
                     self.consumer.seek(tp, part.mark.end)
                 pump.release(drop=_is_gone)
                 self.gate = True
                 self.opened.set()
 
-    async def _commit_move(self, offsets: dict[TopicPartition, int]) -> None:
-        what = f"moving group {self._subscription.group!r}"
-        if not self.ours or self.rebalancing:
-            raise BrokerUnavailable(f"{what}: its partitions are just moving; seek again")
+    def check_still(self, rebalances: int, moving: bool = False) -> None:
+        """Raises `BrokerUnavailable` unless the partitions are what they were after so many rebalances."""
+        if self.gate is moving or self.rebalancing or self.rebalances != rebalances or not self.ours:
+            raise BrokerUnavailable(f"{self._subscription!r}: its partitions are just moving; seek again")
+
+    async def _commit_move(self, offsets: Mapping[TopicPartition, int]) -> bool:
         try:
             await self.consumer.commit_once(offsets, self._settings.commit_timeout)
-        except (KafkaError, TimeoutError) as error:
-            raise translated(error, what) from error
+        except BaseException:
+            for tp in offsets.keys() & self.parts.keys():  # it may have arrived all the same: commit again what holds
+                self.parts[tp].committed = UNKNOWN
+            raise
+        if not self.closed:
+            for tp, offset in offsets.items():
+                self._renew(tp, offset, offset)
+        return True
 
     def _end(self, part: Part) -> None:
         part.live = False

@@ -312,11 +312,15 @@ class KafkaSource(Source):
     async def seek(self, to: Position) -> None:
         """See `Source.seek`. The partitions of its topic that are ours; what waits in a retry topic stays."""
         self._require_open()
+        if (mistake := self._opening.topic.seek_mistake(to)) is not None:
+            raise ValueError(f"{self._subscription!r}: seek({to!r}): {mistake}")
         group = self.group
-        wanted = await self._opening.offsets_of(to, [tp for tp in group.parts if tp.topic != self._opening.retry_name])
-        if isinstance(to, Mapping) and (strange := sorted(set(to) - {tp.partition for tp in wanted})):
+        rebalances = group.rebalances
+        group.check_still(rebalances)
+        ours = [tp for tp in group.parts if tp.topic != self._opening.retry_name]
+        if isinstance(to, Mapping) and (strange := sorted(set(to) - {tp.partition for tp in ours})):
             raise ValueError(f"{self._subscription!r}: partitions {strange} are not this process's")
-        await group.move(wanted)
+        await group.move(await self._opening.offsets_of(to, ours), rebalances)
 
     # -- the end
 

@@ -10,7 +10,7 @@ import msgspec
 
 from streamfw.broker import Position, Subscription
 
-__all__ = ["Topic", "position_mistake", "topic_of", "whole"]
+__all__ = ["Topic", "topic_of", "whole"]
 
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -81,6 +81,12 @@ class Topic(msgspec.Struct, frozen=True):
     def _start_mistakes(self) -> list[str]:
         mistake = position_mistake(self.start)
         return [f"Topic(start={self.start!r}): {mistake}"] if mistake else []
+
+    def seek_mistake(self, to: object) -> str | None:
+        """What is wrong with seeking to there."""
+        if self.pattern is not None and isinstance(to, Mapping):
+            return "offsets belong to the partitions of one topic, and this reads those of a pattern"
+        return position_mistake(to)
 
     def _retry_mistakes(self, subscription: Subscription) -> list[str]:
         found = []
