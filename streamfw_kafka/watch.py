@@ -138,9 +138,12 @@ class Watch:
         return Health(True, "; ".join((known, *self._details)))
 
     def end_of(self, tp: TopicPartition) -> int | None:
-        """Where a partition ends, as last heard."""
-        seen = self._seen.get(tp)
-        return None if seen is None or seen.end is None else max(seen.end, seen.part.mark.end)
+        """Where a partition of ours ends, as last heard: by a fetch, or because we have asked since."""
+        seen, part = self._seen.get(tp), self._group.parts.get(tp)
+        answer, end = self._consumer.heard(tp)
+        if seen is not None and seen.answer == answer:
+            end = seen.end
+        return None if end is None or part is None else max(end, part.mark.end)
 
     def lag(self) -> int:
         """From what is settled of our partitions to their ends, as last looked at. Any thread may ask."""
