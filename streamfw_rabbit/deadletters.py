@@ -1,0 +1,215 @@
+"""What a person does with dead letters that nobody subscribes to, and what the first group that does takes over.
+
+AMQP can only look at a message by taking it: what is looked at is out for that time, and goes back to its place when
+the channel closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import aiormq
+import aiormq.exceptions
+from pamqp import commands
+
+from streamfw.broker import DeadLetters
+from streamfw.errors import BrokerClosed, BrokerUnavailable, Unroutable
+from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GROUP, Message, Outgoing
+
+from . import _content
+from .channel import Properties
+from .epochs import Epochs
+from .headers import copied, key_of, visible_headers
+from .publish import Publishing
+from .topology import group_queue
+
+if TYPE_CHECKING:
+    from aiormq.abc import DeliveredMessage
+
+__all__ = ["RabbitDeadLetters", "adopt"]
+
+_BATCH: Final = 100
+# How often, and after how many seconds, to look whether what was given back is there.
+_LOOKS: Final = 100
+_PAUSE: Final = 0.01
+
+
+class Taken:
+    """A message that was taken from a queue, to be looked at."""
+
+    __slots__ = ("body", "properties", "tag")
+
+    def __init__(self, message: DeliveredMessage) -> None:
+        self.tag = message.delivery_tag or 0
+        self.body = bytes(message.body)
+        self.properties: Properties = _content.from_library(message.header.properties)
+
+
+class Table:
+    """A channel that takes messages from one queue."""
+
+    def __init__(self, channel: aiormq.Channel, queue: str) -> None:
+        self._channel = channel
+        self._queue = queue
+        self._out: set[int] = set()
+
+    async def waiting(self) -> int:
+        """How many can be taken."""
+        found = await self._channel.queue_declare(self._queue, passive=True)
+        return found.message_count or 0 if found is not None else 0
+
+    async def take(self, most: int) -> list[Taken]:
+        """Up to so many; fewer when there are no more."""
+        taken: list[Taken] = []
+        while len(taken) < most:
+            message = await self._channel.basic_get(self._queue)
+            if isinstance(message.delivery, commands.Basic.GetEmpty):
+                break
+            taken.append(Taken(message))
+            self._out.add(taken[-1].tag)
+        return taken
+
+    async def end(self, message: Taken) -> None:
+        await self._channel.basic_ack(message.tag)
+        self._out.remove(message.tag)
+
+    async def purge(self) -> int:
+        gone = await self._channel.queue_purge(self._queue)
+        return gone.message_count or 0 if gone is not None else 0
+
+    async def give_back(self) -> None:
+        """What was taken and has not ended; in its place and order. A quorum queue does it a moment later, and who
+        looks again at once would find nothing."""
+        if not self._out:
+            return
+        expected = await self.waiting() + len(self._out)
+        await self._channel.basic_nack(max(self._out), multiple=True, requeue=True)
+        looks = _LOOKS
+        while looks and await self.waiting() < expected:  # unless somebody takes it meanwhile
+            await asyncio.sleep(_PAUSE)
+            looks -= 1
+
+
+@asynccontextmanager
+async def looking(epochs: Epochs, queue: str) -> AsyncIterator[Table | None]:
+    """The messages of a queue; None when there is no such queue. What is taken and not ended goes back."""
+    async with epochs.declarations(f"looking into queue {queue!r}") as channel:
+        table: Table | None = Table(channel, queue)
+        try:
+            await Table(channel, queue).waiting()
+        except aiormq.exceptions.ChannelNotFoundEntity:
+            table = None
+        yield table
+        if table is not None:
+            await table.give_back()
+
+
+async def adopt(epochs: Epochs, publishing: Publishing, name: str, queue: str) -> int:
+    """Move what was kept of `name`, while no group had subscribed, to the queue of one; return how many that were.
+
+    Raises a `BrokerError`. What was not moved stays where it is.
+    """
+    moved = 0
+    async with looking(epochs, name) as table:
+        while table is not None and (taken := await table.take(_BATCH)):
+            for one in taken:
+                if not await _passed_on(publishing, one, queue, copied(one.properties, {}), name):
+                    raise BrokerUnavailable(f"queue {queue!r} is gone")
+                await table.end(one)
+                moved += 1
+    return moved
+
+
+async def _passed_on(publishing: Publishing, one: Taken, queue: str, properties: Properties, name: str) -> bool:
+    """Publish it to a queue. False: there is no such queue. Raises a `BrokerError` when it is not known to be there."""
+    message = Outgoing(name=queue, body=one.body, message_id=one.properties.message_id or "")
+    failed = await publishing.send("", queue, message, properties)
+    if failed is not None and not isinstance(failed, Unroutable):
+        raise BrokerUnavailable(f"moving a message from queue {name!r}: {failed}") from failed
+    return failed is None
+
+
+class RabbitDeadLetters(DeadLetters):
+    """The dead letters that nobody has subscribed to. After the connection was closed every method raises
+    `BrokerClosed`."""
+
+    def __init__(self, epochs: Epochs, publishing: Publishing, name: str, is_closed: Callable[[], bool]) -> None:
+        self._epochs, self._publishing, self._name = epochs, publishing, name
+        self._is_closed = is_closed
+
+    def _check_open(self) -> None:
+        if self._is_closed():
+            raise BrokerClosed("the connection to RabbitMQ was closed")
+
+    async def list(self, limit: int = 100) -> Sequence[Message]:
+        """See `DeadLetters.list`. A subscriber cannot get them while they are looked at."""
+        self._check_open()
+        async with looking(self._epochs, self._name) as table:
+            taken = [] if table is None else await table.take(limit)
+        return [self._message(one) for one in taken]
+
+    def _message(self, one: Taken) -> Message:
+        properties = one.properties
+        headers = visible_headers(properties)
+        return Message(
+            name=self._name,
+            body=one.body,
+            message_id=properties.message_id or "",
+            key=key_of(properties.headers),
+            timestamp=properties.timestamp or 0.0,
+            raw_headers=headers if headers else NO_HEADERS,
+        )
+
+    async def requeue(self, message_ids: Sequence[str] | None = None) -> int:
+        """See `DeadLetters.requeue`. One that has no origin, or whose queue is gone, stays. Each is published first and
+        then acknowledged here: what ends in between leaves both."""
+        return await self._each(message_ids, self._put_back)
+
+    async def purge(self, message_ids: Sequence[str] | None = None) -> int:
+        """See `DeadLetters.purge`."""
+        if message_ids is not None:
+            return await self._each(message_ids, _nothing)
+        self._check_open()
+        async with looking(self._epochs, self._name) as table:
+            return 0 if table is None else await table.purge()
+
+    async def _each(self, message_ids: Sequence[str] | None, end: Callable[[Taken], Awaitable[bool]]) -> int:
+        """End those that are meant; return how many. What fails again meanwhile, and comes back, is not among them."""
+        self._check_open()
+        wanted = None if message_ids is None else frozenset(message_ids)
+        ended = 0
+        async with looking(self._epochs, self._name) as table:
+            left = 0 if table is None else await table.waiting()
+            while table is not None and left > 0 and (taken := await table.take(min(left, _BATCH))):
+                left -= len(taken)
+                for one in taken:
+                    if (wanted is None or one.properties.message_id in wanted) and await end(one):
+                        await table.end(one)
+                        ended += 1
+        return ended
+
+    async def _put_back(self, one: Taken) -> bool:
+        properties = copied(one.properties, {})
+        table = properties.raw_headers
+        assert isinstance(table, dict)
+        properties.raw_headers = {name: value for name, value in table.items() if name not in DEAD_LETTER_HEADERS}
+        for queue in _origins(one):
+            if await _passed_on(self._publishing, one, queue, properties, self._name):
+                return True
+        return False
+
+
+def _origins(one: Taken) -> list[str]:
+    """The queues that it may come from: of a group, or of a `RabbitQueue`; or where the server itself put it aside."""
+    headers = visible_headers(one.properties)
+    origin, group = headers.get(ORIGIN), headers.get(ORIGIN_GROUP)
+    found = [group_queue(origin, group), origin] if origin and group else []
+    first = one.properties.headers.get("x-first-death-queue")
+    return [*found, *([first] if isinstance(first, str) else [])]
+
+
+async def _nothing(one: Taken) -> bool:
+    return True

@@ -1,0 +1,208 @@
+"""What a message is besides its body, as RabbitMQ keeps it: properties and a header table, both ways.
+
+A `Headers` pair becomes an entry of the table, a long string, which holds any bytes; None becomes AMQP's void. The
+content type, correlation id and reply address stand in the properties of these names, where they fit (text of 1 to 255
+bytes), and come back as headers. Message id and timestamp (in whole seconds) are properties as well.
+
+- A table has each name once, so a name that comes twice is refused. It has no order that lasts either: the server
+  sorts it when it adds to it. So an order that is another than that is kept in a header of ours.
+- Entries of other types, from other publishers, are read as text: numbers as they are written, booleans as ``true`` and
+  ``false``, times in ISO 8601, lists and tables as JSON. `Properties.headers` has them as they are.
+- Hidden are our own headers (``x-streamfw-..``), what the server adds (``x-death`` and its like), and ``CC`` and
+  ``BCC``, which are orders to the server: whoever passed them on would have it route once more. Nobody can publish
+  these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from decimal import Decimal
+from typing import Any, Final
+
+import msgspec
+
+from streamfw.message import (
+    CONTENT_TYPE,
+    CORRELATION_ID,
+    ERROR,
+    ERROR_TYPE,
+    NO_HEADERS,
+    REPLY_TO,
+    Headers,
+    Outgoing,
+)
+
+from .channel import FieldValue, Properties
+
+__all__ = ["ATTEMPT", "FROM", "KEY", "LEFT", "copied", "is_reserved", "key_of", "properties_of", "visible_headers"]
+
+KEY: Final = "x-streamfw-key"
+"""The message's key."""
+ATTEMPT: Final = "x-streamfw-attempt"
+"""Which delivery the next one will be. Counts only on what comes from our own retry queues."""
+LEFT: Final = "x-streamfw-left"
+"""Seconds that are to be waited still, of a pause that is longer than the retry queues can do at once."""
+FROM: Final = "x-streamfw-from"
+"""Exchange and routing key of a message that was published again."""
+ORDER: Final = "x-streamfw-order"
+"""The names of all headers, in their order."""
+
+_RESERVED: Final = re.compile(
+    r"x-streamfw-.*|x-death|x-(first|last)-death-.*|x-delivery-count|x-acquired-count|x-stream-offset|B?CC", re.DOTALL
+)
+_NATIVE: Final = (CONTENT_TYPE, CORRELATION_ID, REPLY_TO)
+_LONGEST: Final = 255
+_PERSISTENT: Final = 2
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a header of that name is ours, or the server's."""
+    return name[:1] in "xBC" and _RESERVED.fullmatch(name) is not None
+
+
+def properties_of(message: Outgoing, stamp: int, priority: int | None) -> Properties:
+    """The properties of a message to publish. `stamp`: in seconds since 1970.
+
+    Raises `ValueError` for what cannot travel.
+    """
+    properties = Properties(
+        delivery_mode=_PERSISTENT, message_id=message.message_id, timestamp=stamp, priority=priority
+    )
+    table: dict[str, FieldValue] = {}
+    if message.headers is not NO_HEADERS:
+        _fill(properties, table, message.headers.pairs)
+    if message.key is not None:
+        table[KEY] = message.key
+    if table:
+        properties.raw_headers = table
+    return properties
+
+
+def _fill(properties: Properties, table: dict[str, FieldValue], pairs: Iterable[tuple[str, bytes | None]]) -> None:
+    expected = 0  # which native header may come next without being out of order
+    last = ""
+    ordered = True
+    seen = set()
+    for name, value in pairs:
+        if name in seen:
+            raise ValueError(f"header {name!r} comes twice: RabbitMQ has each name once")
+        seen.add(name)
+        if name in _NATIVE and (text := _native_text(value)) is not None:
+            place = _NATIVE.index(name)
+            ordered = ordered and place >= expected
+            expected = place + 1
+            setattr(properties, name.replace("-", "_"), text)
+            continue
+        if is_reserved(name):
+            raise ValueError(f"header {name!r}: this name is the server's or ours, and is not carried for others")
+        ordered = ordered and not expected and last <= name
+        last = name
+        table[name] = value
+    if not ordered:
+        table[ORDER] = [name for name, _ in pairs]
+
+
+def _native_text(value: bytes | None) -> str | None:
+    """The text that a property can hold of a header's value."""
+    if not value or len(value) > _LONGEST:
+        return None
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def key_of(table: Mapping[str, FieldValue]) -> str | None:
+    """The key of a message, as its publisher gave it."""
+    value = table.get(KEY)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    return value if isinstance(value, str) else None
+
+
+# Reading
+
+
+def visible_headers(properties: Properties) -> Headers:
+    """The headers of a message as its handler sees them."""
+    try:
+        table = properties.headers
+    except ValueError:
+        # Kept, so that it is not lost with the message; but nothing can be read from it.
+        raw = properties.raw_headers
+        return Headers.of((("malformed-headers", raw if isinstance(raw, bytes) else b""), *_natives(properties)))
+    pairs = [(name, _text(value)) for name, value in table.items() if not is_reserved(name)]
+    pairs += _natives(properties)
+    order = table.get(ORDER)
+    if isinstance(order, list):
+        places = {name: place for place, name in enumerate(order) if isinstance(name, str)}
+        pairs.sort(key=lambda pair: places.get(pair[0], len(places)))
+    if not pairs and "x-death" not in table:
+        return NO_HEADERS
+    return Headers.of((*pairs, *_of_the_limit(table)))
+
+
+def _natives(properties: Properties) -> list[tuple[str, bytes | None]]:
+    given = (properties.content_type, properties.correlation_id, properties.reply_to)
+    return [(name, value.encode()) for name, value in zip(_NATIVE, given, strict=True) if value]
+
+
+def _text(value: FieldValue) -> bytes | None:
+    if isinstance(value, str):
+        return value.encode()
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, bool):
+        return b"true" if value else b"false"
+    if isinstance(value, datetime):
+        return value.isoformat().encode()
+    if isinstance(value, int | float | Decimal):
+        return str(value).encode()
+    return msgspec.json.encode(value, enc_hook=_json)
+
+
+def _json(value: object) -> object:
+    return str(value)
+
+
+def _of_the_limit(table: Mapping[str, Any]) -> list[tuple[str, bytes | None]]:
+    """What a dead letter tells that the server itself put aside, because it came back too often."""
+    deaths = table.get("x-death")
+    latest = deaths[0] if isinstance(deaths, list) and deaths else None
+    if not isinstance(latest, dict) or latest.get("reason") != "delivery_limit" or ERROR in table:
+        return []
+    told = f"queue {latest.get('queue')!r} delivered it as often as its delivery limit allows, and nobody settled it"
+    return [(ERROR, told.encode()), (ERROR_TYPE, b"DeliveryLimit")]
+
+
+# Publishing again
+
+
+def copied(properties: Properties, table: Mapping[str, FieldValue]) -> Properties:
+    """The properties of a message to be published again, with `table` for what is ours in its headers.
+
+    The sender's other headers stay as they are. Its time to live and user are not carried: the first would end it in
+    between, the second must be the publisher's own.
+    """
+    try:
+        theirs = properties.headers
+    except ValueError:
+        theirs = {}
+    kept = {name: value for name, value in theirs.items() if not is_reserved(name) or name in (KEY, ORDER, FROM)}
+    return Properties(
+        raw_headers=kept | dict(table),
+        content_type=properties.content_type,
+        content_encoding=properties.content_encoding,
+        delivery_mode=_PERSISTENT,
+        priority=properties.priority,
+        correlation_id=properties.correlation_id,
+        reply_to=properties.reply_to,
+        message_id=properties.message_id,
+        timestamp=properties.timestamp,
+        message_type=properties.message_type,
+        app_id=properties.app_id,
+    )

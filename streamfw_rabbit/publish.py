@@ -1,0 +1,322 @@
+"""Publishing: where a name leads, what a message becomes, and an answer for each.
+
+A name is an exchange where there is one of that name, and else the queue of that name. RabbitMQ closes the channel of
+whoever publishes to an exchange that does not exist, with all that is under way on it; so each name is looked up
+before it is first published to. The routing key is the message's key, or the name.
+
+Everything is mandatory (no queue takes it: `Unroutable`) and confirmed, but replies to ``amq.rabbitmq.reply-to.*``:
+for these, the server tells a mandatory message that it is unroutable also when it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from streamfw.errors import (
+    Blocked,
+    BrokerClosed,
+    BrokerError,
+    OutcomeUnknown,
+    PublishError,
+    Rejected,
+    TooLarge,
+    Unavailable,
+    Unroutable,
+)
+from streamfw.message import Outgoing
+
+from .channel import NACKED, Answer, Closed, Properties, Receipts, Returned
+from .epochs import Epochs
+from .errors import ChannelGone, NotFound
+from .headers import FROM, properties_of
+from .lane import Lane, NotSent
+from .queue import EXCHANGE_NAME, name_mistake
+from .retry import LONGEST, Ladder
+from .settings import Settings
+from .topology import delays_of
+
+__all__ = ["REPLY_TO", "Publishing"]
+
+REPLY_TO: Final = "amq.rabbitmq.reply-to"
+_TRUSTED: Final = 10.0  # seconds that a name is taken for a queue's before it is looked up again
+_NAMES: Final = 10_000  # names that are remembered
+_SIZE: Final = re.compile(r"message size (\d+) is larger than configured max size (\d+)")
+_EXCHANGE: Final = re.compile(r"exchange '([^']*)' in vhost")
+
+
+class Route(msgspec.Struct):
+    """Where a name leads. `key`: the routing key (None: the message's own). `until`: by the loop's clock, how long that
+    is believed. `delays`: the way there for what is to come later."""
+
+    exchange: str
+    key: str | None = None
+    until: float = float("inf")
+    mandatory: bool = True
+    delays: Ladder | None = None
+
+
+class Call(msgspec.Struct):
+    """One call of `Publishing.publish`. `began` and `deadline` are of the loop's clock, `stamp` is the time of day."""
+
+    receipts: Receipts
+    began: float
+    deadline: float
+    stamp: int
+
+
+class Publishing:
+    """Publishes for one connection. `asking` is the connection that consumes: what is looked up and declared there does
+    not hang while the server blocks publishers."""
+
+    def __init__(self, epochs: Epochs, asking: Epochs, settings: Settings) -> None:
+        self._epochs, self._asking, self._settings = epochs, asking, settings
+        self._lane = Lane(epochs, settings, ended=self._note_end)
+        self._routes: dict[str, Route] = {}
+        self._finding: dict[str, asyncio.Task[Route | PublishError]] = {}
+        self._inboxes: dict[str, Lane] = {}
+        self._calls = 0
+        self._quiet: asyncio.Future[None] | None = None
+        self._closed = False
+        epochs.blocked_changed = self._blocked_changed
+
+    @property
+    def lane(self) -> Lane:
+        """Where all goes out but requests."""
+        return self._lane
+
+    def add_inbox(self, address: str, lane: Lane) -> None:
+        """Publish what asks for replies at `address` on that lane, whose channel the replies come to."""
+        self._inboxes[address] = lane
+
+    def remove_inbox(self, address: str) -> None:
+        self._inboxes.pop(address, None)
+
+    def learn(self, exchange: str) -> None:
+        """That exchange is there: we have just declared it."""
+        self._routes[exchange] = Route(exchange)
+
+    # Publishing
+
+    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+        """See `Connection.publish`. The answer is there within `publish_timeout`."""
+        self._check_open()
+        if not messages:
+            return ()
+        call, receipts = self._begun(len(messages))
+        errors: dict[int, PublishError] = {}
+        try:
+            for place, message in enumerate(messages):
+                try:
+                    await self._send(call, place, message)
+                except PublishError as error:
+                    errors[place] = error
+                    receipts.answer(place, None)
+            answers = await receipts.wait()
+        finally:
+            self._call_ended()
+        if not errors and not any(answers):
+            return ()
+        return [errors.get(place) or self._error(messages[place], answer) for place, answer in enumerate(answers)]
+
+    def _begun(self, count: int) -> tuple[Call, Receipts]:
+        began = asyncio.get_running_loop().time()
+        call = Call(Receipts(count), began, began + self._settings.publish_timeout, int(time.time()))
+        self._calls += 1
+        self._lane.watch(call.receipts, call.deadline)
+        return call, call.receipts
+
+    async def _send(self, call: Call, place: int, message: Outgoing) -> None:
+        """Raises a `PublishError` when it was surely not sent."""
+        body = message.body
+        if len(body) > self._settings.max_body:
+            text = f"its body of {len(body)} bytes is larger than max_body={self._settings.max_body}"
+            raise _error(TooLarge, message, text)
+        try:
+            properties = properties_of(message, call.stamp, self._priority(message))
+            route = self._routes.get(message.name)
+            if route is None or route.until < call.began:
+                route = await self._found(message, call.deadline)
+            exchange, key = route.exchange, route.key
+            if key is None:
+                key = _routing_key(message)
+            if message.delay > 0:
+                exchange, key = await self._delayed(message, route, key, properties)
+            lane = self._lane
+            if properties.reply_to is not None and (asking := self._inboxes.get(properties.reply_to)) is not None:
+                lane = asking
+                properties.reply_to = REPLY_TO
+            channel = lane.free(len(body))
+            if channel is not None:
+                channel.publish(exchange, key, properties, body, call.receipts, place, mandatory=route.mandatory)
+            else:
+                await lane.send(
+                    exchange,
+                    key,
+                    properties,
+                    body,
+                    call.receipts,
+                    place,
+                    mandatory=route.mandatory,
+                    until=call.deadline,
+                )
+        except (ValueError, TypeError) as error:
+            raise _error(Rejected, message, str(error)) from error
+        except NotSent as error:
+            raise _error(error.kind, message, str(error)) from error.__cause__
+        except ChannelGone as error:
+            raise _error(Unavailable, message, str(error)) from error
+
+    def _priority(self, message: Outgoing) -> int | None:
+        """AMQP's priority, of which the larger comes first: the middle of those there are is that of priority 0."""
+        most = self._settings.priorities
+        return max(0, min(most, most // 2 - message.priority)) if most else None
+
+    async def send(self, exchange: str, key: str, message: Outgoing, properties: Properties) -> PublishError | None:
+        """Publish a body with these properties exactly, to that exchange. `message` is for its body, and for errors."""
+        self._check_open()
+        call, receipts = self._begun(1)
+        try:
+            await self._lane.send(exchange, key, properties, message.body, receipts, 0, until=call.deadline)
+            (answer,) = await receipts.wait()
+        except NotSent as error:
+            return _error(error.kind, message, str(error))
+        except (ValueError, TypeError) as error:
+            return _error(Rejected, message, str(error))
+        finally:
+            self._call_ended()
+        return self._error(message, answer)
+
+    # Answers
+
+    def _error(self, message: Outgoing, answer: Answer) -> PublishError | None:
+        if answer is None:
+            return None
+        if isinstance(answer, Returned):
+            route = self._routes.get(message.name)
+            if route is not None and not route.exchange:
+                del self._routes[message.name]  # the exchange may be made any time
+            return _error(Unroutable, message, f"no queue takes it, and nothing is kept for later ({answer.text})")
+        if answer is NACKED:
+            text = "the server did not take it: a queue is full, or has no leader (other queues may have it)"
+            return _error(Blocked, message, text)
+        if isinstance(answer, Closed):
+            return self._closed_error(message, answer)
+        return _error(OutcomeUnknown, message, "no answer came")
+
+    def _closed_error(self, message: Outgoing, closed: Closed) -> PublishError:
+        """Some of what ends a channel tells which message it was, and that it was not taken."""
+        found = _SIZE.search(closed.text)
+        if closed.code == 406 and found is not None and len(message.body) > int(found[2]):
+            return _error(TooLarge, message, f"its body of {len(message.body)} bytes: {closed}")
+        exchange = _EXCHANGE.search(closed.text)
+        if closed.code == 403 and exchange is not None and exchange[1] == message.name:
+            return _error(Rejected, message, str(closed))
+        return _error(OutcomeUnknown, message, f"it may be stored: {closed}")
+
+    def _note_end(self, closed: Closed) -> None:
+        exchange = _EXCHANGE.search(closed.text)
+        if closed.code == 404 and exchange is not None:
+            self._routes.pop(exchange[1], None)
+
+    def _blocked_changed(self, blocked: bool, text: str) -> None:
+        self._lane.wake()
+        for lane in self._inboxes.values():
+            lane.wake()
+
+    # Routes
+
+    async def _found(self, message: Outgoing, deadline: float) -> Route:
+        """The route of a name that we do not know. Calls that wait for the same one wait together."""
+        name = message.name
+        if name.startswith(f"{REPLY_TO}."):
+            return Route("", name, mandatory=False)
+        if (mistake := name_mistake(name, EXCHANGE_NAME)) is not None:
+            raise _error(Rejected, message, mistake)
+        task = self._finding.get(name)
+        if task is None:
+            task = self._finding[name] = asyncio.create_task(self._find(name, deadline), name=f"streamfw rabbit {name}")
+            task.add_done_callback(lambda _: self._finding.pop(name))
+        await asyncio.wait({task})
+        found = task.result()
+        if isinstance(found, PublishError):
+            raise _error(type(found), message, str(found)) from found.__cause__
+        return found
+
+    async def _find(self, name: str, deadline: float) -> Route | PublishError:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with self._asking.declarations(f"looking for exchange {name!r}") as channel:
+                    await channel.exchange_declare(name, passive=True)
+                route = Route(name)
+            except NotFound:
+                route = Route("", name, until=loop.time() + _TRUSTED)
+            except BrokerClosed:
+                raise
+            except BrokerError as error:
+                if not error.transient or loop.time() >= deadline:
+                    refused = Unavailable(str(error))
+                    refused.__cause__ = error
+                    return refused
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._routes) >= _NAMES:
+                del self._routes[next(iter(self._routes))]
+            self._routes[name] = route
+            return route
+
+    async def _delayed(self, message: Outgoing, route: Route, key: str, properties: Properties) -> tuple[str, str]:
+        """Exchange and routing key by which it comes to its own exchange and key later."""
+        if self._settings.declare != "declare":
+            raise _error(
+                Rejected, message, f"delay={message.delay}: it needs queues, and declare= forbids to make them"
+            )
+        if message.delay > LONGEST:
+            raise _error(Rejected, message, f"delay={message.delay}: {LONGEST} seconds is the most")
+        if route.delays is None:
+            route.delays = delays_of(route.exchange, message.name)
+        try:
+            way = await route.delays.way(self._asking, message.delay)
+        except BrokerError as error:
+            kind = Unavailable if error.transient else Rejected
+            raise _error(kind, message, f"delay={message.delay}: {error}") from error
+        table = properties.raw_headers
+        properties.raw_headers = {**(table if isinstance(table, dict) else {}), FROM: [route.exchange, key]}
+        return way
+
+    # The end
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BrokerClosed("the connection to RabbitMQ was closed")
+
+    def _call_ended(self) -> None:
+        self._calls -= 1
+        if not self._calls and self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+    async def close(self, deadline: float) -> None:
+        """Take nothing more, and wait until `deadline` (of the loop's clock) for the answers to what is under way."""
+        self._closed = True
+        if self._calls:
+            self._quiet = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._quiet}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+        for lane in (self._lane, *self._inboxes.values()):
+            lane.close()
+
+
+def _routing_key(message: Outgoing) -> str:
+    key = message.key
+    if not key or len(key) > 255 or (not key.isascii() and len(key.encode()) > 255):
+        return message.name
+    return key
+
+
+def _error(kind: type[PublishError], message: Outgoing, text: str) -> PublishError:
+    return kind(text, name=message.name, message_id=message.message_id)

@@ -1,0 +1,439 @@
+"""A subscription to a queue: deliveries in, acknowledgements out, on one channel after another.
+
+Theory of operation
+    Each channel is an epoch of its own. Deliveries wait in the channel's inbox until `fetch` takes them; what is
+    settled is told by as few acknowledgements as can be (`settling`), once a call. When a channel ends, all that was
+    out on it is lost: it comes again, to somebody. The pump is told in the very call that saw the end, so that nothing
+    more of it is begun; what is settled of it later is answered with `StaleDelivery`, and nothing is sent.
+
+    `reopen` builds anew, in order: wait for the connection, declare, qos, consume. What is live has a ConsumeOk.
+
+    A message to be tried again later is published to the retry queues first, in the background, and acknowledged when
+    that is confirmed. As long as it is not, it is out like any other; if the channel ends meanwhile it comes twice.
+
+    Where there is an order, the end is different. A consumer that is cancelled makes way for the next one at once,
+    which would get messages that are behind those we still have. So a source of an order goes on consuming into its
+    inbox until it closes; then all of it goes back together, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from streamfw.broker import Delivery, Health, Settlement, Source, Subscription
+from streamfw.errors import (
+    BrokerClosed,
+    BrokerError,
+    BrokerUnavailable,
+    SettleError,
+    StaleDelivery,
+    Unsupported,
+)
+from streamfw.outcome import ACK, Ack, Drop, Retry
+from streamfw.runtime.settler import backoff
+
+from .again import Again
+from .channel import Channel, Closed, FieldTable, RawDelivery
+from .deadletters import adopt
+from .delivery import RabbitDelivery, left_of, maker_of
+from .epochs import Epoch, Epochs
+from .errors import ChannelGone
+from .publish import Publishing
+from .settings import Settings
+from .settling import Tags
+from .topology import Plan, declare, queue_ladder
+
+__all__ = ["RabbitSource"]
+
+log = logging.getLogger("streamfw.rabbit")
+
+_GAP: Final = 0.05  # seconds that a gap may hold back acknowledgements
+_LINGER: Final = 0.25  # seconds after which a quorum queue has surely got what its channel has read
+_SLICE: Final = 1.0  # seconds between two looks whether to wait for the server still
+_LOOKS: Final = 8  # looks at what is out, in the time after which the server takes a consumer for dead
+_MOST: Final = 65535  # AMQP's prefetch has 16 bits
+
+
+class RabbitSource(Source):
+    """See `streamfw.broker.Source`."""
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        plan: Plan,
+        settings: Settings,
+        consuming: Epochs,
+        publishing: Publishing,
+        retries: bool,
+    ) -> None:
+        self._subscription, self._plan, self._settings = subscription, plan, settings
+        self._consuming, self._publishing = consuming, publishing
+        source = plan.source
+        self._ladder = queue_ladder(plan.queue) if retries else None
+        self._again = Again(self._ladder, consuming, publishing) if self._ladder is not None else None
+        self._make = maker_of(subscription.name, subscription.ordered_by, plan.queue, source.key, self._ladder)
+        self._prefetch = min(source.prefetch or subscription.prefetch, _MOST)
+        self._channel: Channel | None = None
+        self._epoch = 0  # of the channel; 0: there is none
+        self._live = False  # it consumes
+        self._why = "not open yet"
+        self._tag = ""
+        self._tags = Tags()
+        self._inbox: list[RawDelivery] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._gap_timer: asyncio.TimerHandle | None = None
+        self._told_at = float("-inf")
+        self._moving: dict[asyncio.Task[None], int] = {}  # tasks that publish again, and the tags of what
+        self._trouble: str | None = None
+        self._adopting: asyncio.Task[None] | None = None
+        self._watching: asyncio.TimerHandle | None = None
+        self._arrived: deque[tuple[float, int]] = deque()  # times, and the last tag that was there by then
+        self._warned = 0
+        self._stopped = self._closed = False
+        self.late = 0
+
+    # -- opening
+
+    async def open(self) -> None:
+        """Open for the first time; the server must be there. Raises a `BrokerError`."""
+        await self._open(await self._consuming.connected(self._settings.connect_timeout))
+        self._look()
+
+    async def reopen(self) -> None:
+        """See `Source.reopen`. Waits for the server, until the source is stopped."""
+        self._require_open()
+        await self._leave()
+        while not self._stopped:
+            try:
+                epoch = await self._consuming.connected(_SLICE)
+            except BrokerUnavailable:
+                continue
+            await self._open(epoch)
+            return
+
+    async def _open(self, epoch: Epoch) -> None:
+        await declare(self._consuming, self._plan, epoch.server_version)
+        if self._plan.exchange is not None and self._plan.declare == "declare":
+            self._publishing.learn(self._plan.exchange)
+        channel = await epoch.channel(timeout=self._settings.connect_timeout)
+        try:
+            await self._consume(channel)
+        except BaseException:
+            if self._channel is channel:
+                self._forget_channel()
+            await channel.close()
+            raise
+        self._adopt()
+
+    async def _consume(self, channel: Channel) -> None:
+        source = self._plan.source
+        self._channel, self._epoch, self._tags = channel, channel.epoch, Tags()
+        self._why = "the consumer starts"
+        self._tag = f"{self._plan.queue[:100]}-{secrets.token_hex(4)}"
+        channel.on_closed = partial(self._ended, channel)
+        channel.on_cancelled = partial(self._cancelled, channel)
+        channel.on_delivery = self._wake
+        if channel.closed is not None:
+            raise ChannelGone(channel.closed, "opening")
+        arguments: FieldTable = {"x-priority": source.consumer_priority} if source.consumer_priority else {}
+        await channel.qos(self._prefetch)
+        await channel.consume(self._plan.queue, self._tag, arguments=arguments, exclusive=source.exclusive_consumer)
+        self._require_open()  # still
+        if channel.closed is None:
+            self._live = True
+
+    def _adopt(self) -> None:
+        """Take over what was kept of a dead letter before anybody subscribed to it."""
+        if self._plan.exchange is None or self._plan.declare != "declare" or self._adopting is not None:
+            return
+        name, queue = self._plan.exchange, self._plan.queue
+        self._adopting = asyncio.create_task(self._keep_adopting(name, queue), name=f"streamfw rabbit {queue} adopts")
+
+    async def _keep_adopting(self, name: str, queue: str) -> None:
+        attempt = 0
+        while not self._stopped:
+            try:
+                await adopt(self._consuming, self._publishing, name, queue)
+                return
+            except BrokerError as error:
+                log.log(logging.INFO if error.transient else logging.WARNING, "%s: %s", self._plan.where, error)
+                if not error.transient:
+                    return
+            await asyncio.sleep(backoff(attempt))
+            attempt += 1
+
+    # -- what the channel calls: none of it may suspend or raise
+
+    def _ended(self, channel: Channel, closed: Closed) -> None:
+        if self._channel is not channel:
+            return
+        gone = self._epoch
+        self._forget_channel()
+        self._why = str(closed)
+        pump = self._subscription.pump
+        pump.hold()
+        pump.release(drop=lambda delivery: delivery.epoch == gone)  # type: ignore[attr-defined]
+        self._wake()
+
+    def _cancelled(self, channel: Channel, tag: str) -> None:
+        if self._channel is channel:
+            self._live = False
+            self._why = (
+                f"the server ended the consumer of queue {self._plan.queue!r}: it was deleted, or lost its leader"
+            )
+            self._wake()
+
+    def _forget_channel(self) -> None:
+        self._channel, self._epoch, self._live = None, 0, False
+        self._inbox.clear()
+        self._arrived.clear()
+        self._warned = 0
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+            self._gap_timer = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- fetch
+
+    async def fetch(self, limit: int, max_bytes: int) -> Sequence[Delivery]:
+        """See `Source.fetch`."""
+        while True:
+            self._require_open()
+            if self._stopped:
+                return ()
+            if found := self._take(limit, max_bytes):
+                return found
+            if not self._live:
+                raise BrokerUnavailable(f"{self._plan.where}: {self._why}")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _take(self, limit: int, max_bytes: int) -> list[RabbitDelivery]:
+        if not self._inbox and self._channel is not None:
+            self._inbox = self._channel.take()
+        inbox, epoch, make = self._inbox, self._epoch, self._make
+        taken: list[RabbitDelivery] = []
+        count = 0
+        for raw in inbox:
+            max_bytes -= len(raw.body)
+            if count == limit or (max_bytes < 0 and count):
+                break
+            count += 1
+            taken.append(make(raw, epoch))
+        del inbox[:count]
+        if self._ladder is not None and any(delivery.attempt > 1 for delivery in taken):
+            taken = self._without_early(taken)
+        return taken
+
+    def _without_early(self, taken: list[RabbitDelivery]) -> list[RabbitDelivery]:
+        """Those whose whole pause was longer than the retry queues can do go there once more."""
+        assert self._ladder is not None
+        ready = []
+        for delivery in taken:
+            left = left_of(delivery, self._ladder)
+            if left > 0:
+                self._move(delivery, left, delivery.attempt)
+            else:
+                ready.append(delivery)
+        return ready
+
+    # -- settle
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
+        """See `Source.settle`. Sent: it is on its way when this returns."""
+        self._require_open()
+        errors: list[SettleError] = []
+        epoch, settled = self._epoch, self._tags.settle
+        retried: list[tuple[RabbitDelivery, float]] = []
+        for settlement in settlements:
+            if settlement.outcome is not ACK:
+                retried = self._checked(settlements)
+                settlements = [one for one in settlements if not isinstance(one.outcome, Retry)]
+                break
+        for settlement in settlements:
+            delivery = settlement.delivery
+            if delivery.epoch != epoch or not settled(delivery.tag):  # type: ignore[attr-defined]
+                errors.append(self._stale(delivery))
+        for delivery, after in retried:
+            if delivery.epoch != epoch or not self._tags.is_out(delivery.tag) or delivery.tag in self._moving.values():
+                errors.append(self._stale(delivery))
+            else:
+                self._move(delivery, after, delivery.attempt + 1)
+        self._tell()
+        return errors
+
+    def _checked(self, settlements: Sequence[Settlement]) -> list[tuple[RabbitDelivery, float]]:
+        """The retries among them. Refuses what is not declared, before anything is done."""
+        retried = []
+        for settlement in settlements:
+            delivery, outcome = settlement.delivery, settlement.outcome
+            assert isinstance(delivery, RabbitDelivery)
+            if isinstance(outcome, Retry) and self._again is not None:
+                retried.append((delivery, outcome.after or 0.0))
+            elif not isinstance(outcome, Ack | Drop):
+                raise Unsupported(f"{self._plan.where}: RabbitMQ cannot settle with {outcome!r}")
+        return retried
+
+    def _stale(self, delivery: Delivery) -> SettleError:
+        self.late += 1
+        return StaleDelivery(delivery, "settled already, or its channel is gone")
+
+    def _tell(self, step_over: bool = False) -> None:
+        """Acknowledge what can be."""
+        channel, tags = self._channel, self._tags
+        if channel is None:
+            return
+        frames = tags.frames(step_over)
+        if frames:
+            self._told_at = asyncio.get_running_loop().time()
+            for tag, multiple in frames:
+                channel.ack(tag, multiple)
+        if self._gap_timer is None and tags.gap is not None:
+            self._mind(tags.gap)
+
+    def _mind(self, gap: int) -> None:
+        self._gap_timer = asyncio.get_running_loop().call_later(_GAP, self._step_over, gap)
+
+    def _step_over(self, gap: int) -> None:
+        self._gap_timer = None
+        still = self._tags.gap
+        if still == gap:
+            self._tell(step_over=True)
+        elif still is not None:
+            self._mind(still)
+
+    # -- again later
+
+    def _move(self, delivery: RabbitDelivery, after: float, attempt: int) -> None:
+        task = asyncio.create_task(self._moved(delivery, after, attempt))
+        self._moving[task] = delivery.tag
+        task.add_done_callback(self._moving.pop)
+
+    async def _moved(self, delivery: RabbitDelivery, after: float, attempt: int) -> None:
+        assert self._again is not None
+        tries = 0
+        while self._epoch == delivery.epoch:
+            try:
+                failed = await self._again.send(delivery, after, attempt)
+            except BrokerClosed:
+                return
+            if failed is None:
+                self._trouble = None
+                if self._epoch == delivery.epoch and self._tags.settle(delivery.tag):
+                    self._tell()
+                return
+            self._trouble = f"a message cannot be put aside for later: {failed}"
+            log.log(logging.DEBUG if tries else logging.WARNING, "%s: %s", self._plan.where, self._trouble)
+            await asyncio.sleep(backoff(tries))
+            tries += 1
+
+    # -- who takes too long
+
+    def _look(self) -> None:
+        """The server ends the channel of a consumer that has not settled something for long (``consumer_timeout``)."""
+        loop = asyncio.get_running_loop()
+        pause = self._settings.consumer_timeout / _LOOKS
+        self._watching = loop.call_later(pause, self._look)
+        channel, arrived, now = self._channel, self._arrived, loop.time()
+        if channel is None:
+            return
+        oldest = self._tags.oldest()
+        while arrived and arrived[0][1] < oldest:
+            arrived.popleft()
+        if arrived and now - arrived[0][0] >= self._settings.consumer_timeout / 2 and oldest > self._warned:
+            self._warned = arrived[0][1]
+            log.warning(
+                "%s: a message has been here for %.0f s and is not settled; RabbitMQ ends the channel when it takes "
+                "longer than consumer_timeout, %.0f s, and gives all that is out on it to others",
+                self._plan.where,
+                now - arrived[0][0],
+                self._settings.consumer_timeout,
+            )
+        waiting = channel.inbox or self._inbox
+        if waiting and (not arrived or waiting[-1].tag > arrived[-1][1]):
+            arrived.append((now, waiting[-1].tag))
+
+    # -- the end
+
+    async def flush(self, deadline: float) -> None:
+        """See `Source.flush`. AMQP confirms no acknowledgement; a quorum queue has it soon after its channel does."""
+        self._require_open()
+        loop = asyncio.get_running_loop()
+        if self._moving:
+            await asyncio.wait(set(self._moving), timeout=max(0.0, deadline - loop.time()))
+        self._tell(step_over=True)
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                await channel.flush()
+                if (rest := self._told_at + _LINGER - loop.time()) > 0:
+                    await channel.qos(self._prefetch)  # answered when all before it has been read
+                    await asyncio.sleep(rest)
+        except (TimeoutError, BrokerError):
+            pass  # what was not told comes again
+
+    async def stop(self) -> None:
+        """See `Source.stop`. What nobody has fetched goes back, so that others get it at once."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._wake()
+        channel = self._channel
+        if channel is None or self._subscription.ordered_by is not None:
+            return
+        try:
+            await channel.cancel(self._tag)
+        except BrokerError:
+            return
+        if self._channel is channel:
+            for raw in (*self._inbox, *channel.take()):
+                channel.nack(raw.tag, requeue=True)
+            self._inbox.clear()
+
+    async def close(self) -> None:
+        """See `Source.close`."""
+        if self._closed:
+            return
+        await self.stop()
+        self._closed = True
+        self._wake()
+        for task in (*self._moving, *([self._adopting] if self._adopting is not None else [])):
+            task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Close the channel: what is out on it goes back."""
+        channel = self._channel
+        if channel is None:
+            return
+        self._tell(step_over=True)
+        gone = self._epoch
+        self._forget_channel()
+        self._subscription.pump.hold()
+        self._subscription.pump.release(drop=lambda delivery: delivery.epoch == gone)  # type: ignore[attr-defined]
+        await channel.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise BrokerClosed("this subscription to RabbitMQ was closed")
+
+    def health(self) -> Health:
+        """See `Source.health`: live is who has the server's ConsumeOk."""
+        if self._closed:
+            return Health(False, "closed")
+        if not self._live:
+            return Health(False, self._why)
+        return Health(self._trouble is None, self._trouble or "")
