@@ -125,7 +125,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
       named in `streamfw.message` (`ERROR` and those after it) and an attempt of 1 there; and `Connection.dead_letters`
       answers. If not, the runtime publishes it there, and settles the original once that is confirmed.
     - `ordered_by`: the orders that hold over all processes of a group.
-    - `priorities`, `transactions`, `replies`, `seek`, `tombstones`: has them.
+    - `priorities`, `transactions`, `replies`, `seek`, `tombstones`: has them. `publishing_transactions`: what a handler
+      publishes on this broker is part of its transaction.
     - `kept`: what is published before any group has subscribed is kept for the first one; if not, the publisher gets
       `Unroutable`.
     - `prefetch`: how many messages a subscriber starts with, before it adapts.
@@ -143,6 +144,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     ordered_by: frozenset[Order] = frozenset()
     priorities: bool = False
     transactions: bool = False
+    publishing_transactions: bool = False
     replies: bool = False
     seek: bool = False
     tombstones: bool = False

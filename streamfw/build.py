@@ -319,7 +319,7 @@ class Builder:
                 where=d.where,
                 subscription=subscription,
                 capabilities=capabilities,
-                call=around(transactional(call, source, policy, d.batch is not None) if d.transactional else call),
+                call=around(transactional(call, source, d.batch is not None) if d.transactional else call),
                 policy=policy,
                 workers=d.workers,
                 batch=d.batch,

@@ -158,6 +158,9 @@ class Tombstone(bytes):
     def __repr__(self) -> str:
         return "TOMBSTONE"
 
+    def __reduce__(self) -> str:
+        return "TOMBSTONE"  # there is one, also in another process
+
 
 TOMBSTONE: Final = Tombstone()
 """What to publish, with a key, to delete that key in a compacted log: ``publish("prices", TOMBSTONE, key="42")``. A

@@ -26,10 +26,10 @@ from .message import (
     CORRELATION_ID,
     NO_HEADERS,
     REPLY_TO,
+    TOMBSTONE,
     Headers,
     HeaderValues,
     Outgoing,
-    Tombstone,
     new_message_id,
 )
 from .middleware import compose
@@ -146,6 +146,7 @@ class Outlet:
     ) -> None:
         self.broker, self.codec, self._capabilities = broker, codec, capabilities
         self._connection, self._inbox = connection, inbox
+        self._transactions = capabilities.publishing_transactions
         self._headers = NO_HEADERS if codec.content_type is None else Headers({CONTENT_TYPE: codec.content_type})
         self._decoders: dict[Any, Callable[[bytes], Any]] = {}
         self.published = self.refused = 0
@@ -159,15 +160,14 @@ class Outlet:
                     name=message.name,
                     message_id=message.message_id,
                 )
-            if isinstance(message.body, Tombstone) and not self._capabilities.tombstones:
+            if message.body is TOMBSTONE and not self._capabilities.tombstones:
                 raise Rejected(
                     f"a tombstone: broker {self.broker!r} keeps no keys that it could delete",
                     name=message.name,
                     message_id=message.message_id,
                 )
             connection = self._connection(self.broker)
-            unit = TRANSACTION.get(None)
-            if unit is not None and unit.belongs_to(connection):
+            if self._transactions and (unit := TRANSACTION.get(None)) is not None and unit.belongs_to(connection):
                 await send(unit, message)
             else:
                 await send(connection, message)

@@ -22,6 +22,7 @@ Theory of operation
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 __all__ = ["Watermark"]
@@ -101,6 +102,33 @@ class Watermark:
         """How many positions below `position` are open. Looks at each byte: for rare questions."""
         count = self._ring.count(1, 0, max(0, position - self._base))
         return count + sum(ring.count(1, 0, max(0, position - base)) for base, ring in self._later)
+
+    def resolve_all(self, positions: list[int]) -> Sequence[int]:
+        """All these are settled: the same as `resolve` for each, in a fraction of the time. Return those that were not
+        open."""
+        ring, count = self._ring, len(positions)
+        if not count or self._later:
+            return [position for position in positions if not self.resolve(position)]
+        first, index = positions[0], positions[0] - self._base
+        if (
+            index >= 0
+            and positions[-1] - first == count - 1
+            and ring.count(1, index, index + count) == count
+            and positions == list(range(first, first + count))
+        ):  # one behind the other, as workers that never wait settle them
+            ring[index : index + count] = bytes(count)
+            self._open -= count
+            return ()
+        base, size = self._base, len(ring)
+        wrong: list[int] = []
+        for position in positions:
+            index = position - base
+            if 0 <= index < size and ring[index]:
+                ring[index] = 0
+            else:
+                wrong.append(position)
+        self._open -= count - len(wrong)
+        return wrong
 
     @property
     def position(self) -> int:

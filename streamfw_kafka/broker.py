@@ -52,6 +52,7 @@ class KafkaBroker(Broker):
         ordered_by=frozenset({"key", "partition"}),
         prefetch=500,
         transactions=True,
+        publishing_transactions=True,
         seek=True,
         tombstones=True,
         max_body=1_000_000,

@@ -10,7 +10,7 @@ from streamfw.broker import Source
 from streamfw.errors import BrokerError, PartialFailure, SettleError
 from streamfw.handler import Call
 from streamfw.observe.logs import about
-from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy, as_outcome
+from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, as_outcome
 from streamfw.outlet import TRANSACTION
 
 __all__ = ["transactional"]
@@ -19,7 +19,7 @@ logger = logging.getLogger("streamfw")
 TOO_OFTEN = 3  # broken transactions of one message
 
 
-def transactional(call: Call, source: Callable[[], Source], policy: Policy, batch: bool) -> Call:
+def transactional(call: Call, source: Callable[[], Source], batch: bool) -> Call:
     """`call` inside `Source.transaction`: an acknowledgement is settled in it; anything else rolls it back and is
     settled like any other outcome. A batch has one outcome.
 
@@ -38,7 +38,7 @@ def transactional(call: Call, source: Callable[[], Source], policy: Policy, batc
                 message.unit = unit
                 token = TRANSACTION.set(unit) if unit.publishes else None
                 try:
-                    outcome = _one_outcome(await _result(call, message), message, policy, batch)
+                    outcome = _one_outcome(await _result(call, message), batch)
                 except BaseException as error:
                     failure = error
                     raise
@@ -99,15 +99,14 @@ async def _result(call: Call, message: Any) -> Any:
         return raised
 
 
-def _one_outcome(result: Any, message: Any, policy: Policy, batch: bool) -> Outcome:
+def _one_outcome(result: Any, batch: bool) -> Outcome:
+    """Not by the policy yet: the worker asks that, of whatever comes out of here."""
     if result is None:
         return ACK
-    if batch:
-        outcome = as_outcome(result)
-        if outcome is None:
-            raise TypeError("a transactional batch has one outcome: return nothing or one, or raise")
-        return ACK if isinstance(outcome, Ack) else outcome
-    return policy.outcome(message, result)
+    outcome = as_outcome(result)
+    if outcome is None and batch:
+        raise TypeError("a transactional batch has one outcome: return nothing or one, or raise")
+    return ACK if outcome is None or isinstance(outcome, Ack) else outcome
 
 
 def _first_error(partial: PartialFailure) -> BaseException:

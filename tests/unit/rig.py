@@ -336,7 +336,7 @@ async def pumping(
     if wrap is not None:
         call = wrap(call)
     if in_transaction:
-        call = transactional(call, lambda: source, policy, batch is not None)
+        call = transactional(call, lambda: source, batch is not None)
     subscription = Subscription(
         "orders",
         ordered_by="key" if ordered else None,

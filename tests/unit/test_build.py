@@ -311,7 +311,7 @@ class TestTheAppItself:
             ({"brokers": "memory://"}, 'brokers: names and their URLs, {"default": ..}, not str'),
             ({"brokers": {"default": 5}}, "brokers.default: is a URL or a Broker, not int"),
             ({"brokers": {"default": "no scheme"}}, "brokers.default.url: 'no scheme' has no known scheme"),
-            ({"brokers": {"default": "nowhere://h"}}, "installed brokers: memory://"),
+            ({"brokers": {"default": "nowhere://h"}}, "installed brokers: "),
             ({"name": ""}, "name: the name of an app is not empty"),
             ({"codec": "json"}, "codec: 'json' is not a Codec"),
             ({"middleware": handle}, "middleware: <function handle"),

@@ -192,7 +192,7 @@ async def test_a_transaction_that_broke_says_of_which_message(caplog: pytest.Log
 
     async def handler(message: Any) -> None: ...
 
-    await transactional(handler, lambda: Lost(), Policy(), False)(delivery)  # type: ignore[arg-type, return-value]
+    await transactional(handler, lambda: Lost(), False)(delivery)  # type: ignore[arg-type, return-value]
     (record,) = caplog.records
     assert facts(record, "source", "message_id", "attempt", "key") == ("orders", "m-1", 3, "k")
 

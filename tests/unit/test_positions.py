@@ -40,6 +40,30 @@ class AgainstASet(RuleBasedStateMachine):
             assert self.mark.resolve(position)
             self.open.discard(position)
 
+    @rule(
+        data=st.data(),
+        count=st.integers(0, 4) | st.integers(0, 300),
+        stride=st.sampled_from([1, 1, 1, -1, 7]),
+        twice=st.booleans(),
+    )
+    def resolve_many(self, data: st.DataObject, count: int, stride: int, twice: bool) -> None:
+        """A run in order, back to front or with holes; some of it not open, or one named in the place of another."""
+        first = data.draw(st.integers(self.highest - 10, self.end))
+        positions = list(range(first, first + count * stride, stride))
+        if twice and count > 2:
+            positions[data.draw(st.integers(1, count - 2))] = data.draw(st.sampled_from(positions))
+        wrong = [p for place, p in enumerate(positions) if p not in self.open or p in positions[:place]]
+        assert list(self.mark.resolve_all(positions)) == wrong
+        self.open.difference_update(positions)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), count=st.integers(1, 300))
+    def resolve_what_was_held_in_a_row(self, data: st.DataObject, count: int) -> None:
+        first = data.draw(st.sampled_from(sorted(self.open)))
+        positions = [p for p in range(first, first + count) if p in self.open]
+        assert not self.mark.resolve_all(positions)
+        self.open.difference_update(positions)
+
     @rule(offset=st.integers(-10_000, 10_000))
     def resolve_what_may_not_be_open(self, offset: int) -> None:
         position = self.end + offset

@@ -13,7 +13,7 @@ from streamfw import Message, MessageBatch, PartialFailure
 from streamfw.errors import BrokerRefused, LeaseLost, SettleError
 from streamfw.handler import UnitConnection
 from streamfw.middleware import Next
-from streamfw.outcome import Ack, DeadLetter, Drop, Outcome, Policy, Retry
+from streamfw.outcome import Ack, Backoff, DeadLetter, Drop, Outcome, Policy, Retry
 from streamfw.runtime.batches import BatchCrew
 from streamfw.subscriber import Batch
 from tests.helpers import eventually
@@ -539,3 +539,17 @@ async def test_one_lost_lease_of_a_batch_leaves_the_others_ours() -> None:
         assert rig.pump.counters.lost == 1
     assert sorted(map(str, source.committed)) == ["0", "1", "2"]
     await turns(1)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+async def test_the_outcome_of_a_transactional_handler_is_told_once(raised: bool) -> None:
+    told: list[Outcome] = []
+    policy = Policy(None, Backoff(), {}, True, lambda message, error, outcome, by_rule: told.append(outcome))
+
+    async def handle(order: Order, connection: Annotated[object, UnitConnection()]) -> DeadLetter:
+        if raised:
+            raise DeadLetter("no")
+        return DeadLetter("no")
+
+    await run_all(handle, prepared(1), transactional=True, policy=policy)
+    assert [type(outcome) for outcome in told] == [DeadLetter]
