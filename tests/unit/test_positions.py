@@ -108,6 +108,15 @@ def test_a_position_is_resolved_once() -> None:
     assert not mark.resolve(0), "it is below the watermark now"
 
 
+def test_many_that_lie_before_the_watermark_are_not_open() -> None:
+    mark = Watermark(0)
+    mark.hold(0, 10)
+    assert not mark.resolve_all([0, 1, 2, 3, 4])
+    assert mark.position == 5
+    assert list(mark.resolve_all([2, 3])) == [2, 3], "and not those that lie as far before the end"
+    assert (mark.position, mark.open) == (5, 5)
+
+
 @pytest.mark.parametrize(("position", "count"), [(4, 1), (5, 0), (5, -1)])
 def test_a_position_is_held_once_and_in_order(position: int, count: int) -> None:
     mark = Watermark(0)
