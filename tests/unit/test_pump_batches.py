@@ -551,5 +551,5 @@ async def test_the_outcome_of_a_transactional_handler_is_told_once(raised: bool)
             raise DeadLetter("no")
         return DeadLetter("no")
 
-    await run_all(handle, prepared(1), transactional=True, policy=policy)
+    await run_all(handle, prepared(1), in_transaction=True, policy=policy)
     assert [type(outcome) for outcome in told] == [DeadLetter]
