@@ -254,6 +254,7 @@ class Epoch(ABC):
         for channel in list(self.channels.values()):
             channel._ended(closed)
         self.channels.clear()
+        self.set_blocked(False, "the connection ended")
         self.ended.set_result(closed)
 
     async def close(self) -> None:

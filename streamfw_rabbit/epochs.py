@@ -26,7 +26,7 @@ import random
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import quote
 
 import aiormq
@@ -180,7 +180,12 @@ class Epochs:
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Have `listener` called whenever an epoch begins or ends; what is returned ends that."""
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
 
     @property
     def blocked_since(self) -> float | None:
@@ -321,30 +326,31 @@ async def _connect(options: ConnectionOptions, where: tuple[str, int], number: i
     host, port = where
     place = f"{host}:{port}"
     factory = LaneFactory() if fast else SocketFactory()
+    # Its own properties stay: with "capabilities" among these the server would not tell of blocking, and of cancels.
+    named: dict[str, Any] = {"connection_name": options.name, "product": "streamfw"}
+    library = aiormq.Connection(options.url(host, port), transport_factory=factory, client_properties=named)
+    kind = FastEpoch if fast else LibraryEpoch
     try:
         async with asyncio.timeout(options.timeout):
             await _open(factory, host, port, options.tls)
-            library = aiormq.Connection(
-                options.url(host, port),
-                transport_factory=factory,
-                client_properties={"connection_name": options.name, "product": "streamfw"},
-            )
             await library.connect()
-    except TimeoutError as error:
-        _abort(factory)
-        raise BrokerUnavailable(f"{place} did not answer within {options.timeout:g} s") from error
-    except DRIVER_ERRORS as error:
-        _abort(factory)
-        raise _handshake_error(error, factory, place) from error
-    except BaseException:  # also BrokerError, and a cancellation
-        _abort(factory)
-        raise
-    kind = FastEpoch if fast else LibraryEpoch
-    try:
         return kind(library, factory, number=number, where=place, heartbeat=options.heartbeat)
-    except BaseException:
-        await library.close()
+    except BaseException as error:
+        await _give_up(library, factory)
+        if isinstance(error, BrokerError):
+            raise
+        if isinstance(error, TimeoutError):
+            raise BrokerUnavailable(f"{place} did not answer within {options.timeout:g} s") from error
+        if isinstance(error, DRIVER_ERRORS):
+            raise _handshake_error(error, factory, place) from error
         raise
+
+
+async def _give_up(library: aiormq.Connection, factory: SocketFactory) -> None:
+    """Leave nothing behind of a connection that was not made."""
+    if factory.protocol is not None:
+        factory.protocol.abort()
+    await asyncio.wait({asyncio.create_task(library.close())}, timeout=1.0)
 
 
 async def _open(factory: SocketFactory, host: str, port: int, tls: ssl.SSLContext | None) -> None:
@@ -355,11 +361,6 @@ async def _open(factory: SocketFactory, host: str, port: int, tls: ssl.SSLContex
         raise BrokerRefused(f"{doing}: its certificate does not verify: {error.verify_message}") from error
     except OSError as error:
         raise BrokerUnavailable(f"{doing}: {error.strerror or error}") from error
-
-
-def _abort(factory: SocketFactory) -> None:
-    if factory.protocol is not None:
-        factory.protocol.abort()
 
 
 def _handshake_error(error: BaseException, factory: SocketFactory, place: str) -> BrokerError:

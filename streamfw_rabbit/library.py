@@ -5,6 +5,8 @@ that queue: it takes deliveries, returns and confirms there and then, and passes
 no task is made a delivery, and none wakes up for one.
 
 It is what ``transport="aiormq"`` asks for: the fallback for the fast lane, and in the tests what that is compared with.
+One thing it cannot do is to survive a message whose properties or names are malformed (text that is no UTF-8): the
+library decodes them for every frame, and ends its connection over one that it cannot.
 """
 
 from __future__ import annotations
@@ -182,6 +184,8 @@ class LibraryChannel(BaseChannel):
             self._out.clear()
             self._scheduled = False
             return
+        if self._confirms:
+            self._connection.look()  # the server says that it blocks only after a publish
         try:
             self._queue.put_nowait(ChannelFrame(b"".join(self._out), False))
         except asyncio.QueueFull:

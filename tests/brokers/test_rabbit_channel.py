@@ -16,6 +16,7 @@ from streamfw.errors import BrokerUnavailable
 from streamfw_rabbit._epoch import WriteQueue
 from streamfw_rabbit.channel import NACKED, OPEN, SEQUENCE_HEADER, Closed, Properties, Receipts, Returned
 from streamfw_rabbit.errors import AccessRefused, ChannelGone, NotFound, TopologyMismatch
+from streamfw_rabbit.fastlane import FastChannel
 from streamfw_rabbit.library import LibraryChannel
 from tests.helpers import eventually
 from tests.services.proxy import Proxy
@@ -146,6 +147,29 @@ async def test_what_amqp_cannot_carry_sends_nothing(rabbit: Rabbit, transport: T
         assert channel.unconfirmed == 0
         assert channel.publish("", "q", Properties(), b"", receipts) == 1
         assert await receipts.wait() == [None]
+
+
+async def test_a_malformed_message_is_bad_alone(rabbit: Rabbit) -> None:
+    """Text that is no UTF-8, which the server does not look at. The library's reader would end its connection."""
+    async with rig(rabbit, "fast") as r:
+        await r.queue()
+        channel = await r.channel(confirms=True)
+        assert isinstance(channel, FastChannel)
+        receipts = Receipts(3)
+        for place, message_id in enumerate(("good", "bad-id", "good too")):
+            properties = Properties(message_id=message_id, raw_headers={"a": 1})
+            channel.publish("", "q", properties, b"body", receipts, place)
+        [frames] = [b"".join(r.epoch._out)]  # type: ignore[attr-defined]
+        r.epoch._out[:] = [frames.replace(b"bad-id", b"b\xff\xff-id")]  # type: ignore[attr-defined]
+        assert await receipts.wait() == [None] * 3
+        tap = await r.consumer()
+        good, bad, after = await tap.until(3)
+        assert (good.properties.message_id, after.properties.message_id) == ("good", "good too")
+        with pytest.raises(ValueError, match="malformed message properties"):
+            _ = bad.properties
+        assert (bad.body, bad.routing_key) == (b"body", "q")
+        assert tap.channel.ack(3, multiple=True)
+        assert tap.channel.closed is None
 
 
 # ---------------------------------------------------------------------- publishing

@@ -469,6 +469,7 @@ async def test_closing_a_blocked_connection(node: OwnRabbit) -> None:
             await asyncio.gather(*(r.epochs.close() for r in rigs))
             assert loop.time() - began < 6
             assert [await receipts.wait() for receipts in sent] == [[Closed("local")]] * 2
+            assert [r.blocks for r in rigs] == [[True, False]] * 2
         finally:
             await asyncio.to_thread(node.alarm, False)
 
