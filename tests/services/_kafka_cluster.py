@@ -130,7 +130,7 @@ class Cluster(Service):
 
     @property
     def id(self) -> str:
-        return remembered(self.home / "id", lambda: base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("="))
+        return remembered(self.home / "id", _choose_id)
 
     @property
     def logins(self) -> list[Login]:
@@ -254,6 +254,13 @@ class _Archived(Cluster):
 
     def _start(self) -> Steps:
         yield from self.first_start(self._java, self._options)
+
+
+def _choose_id() -> str:
+    """As Kafka does: not one that begins with "-", which its tools take for an option."""
+    while (text := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
+        pass
+    return text
 
 
 def _choose_logins() -> list[dict[str, str]]:
