@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -58,7 +59,8 @@ First = Callable[[Collection[TopicPartition]], Awaitable[dict[TopicPartition, in
 
 class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore]
     """The partitions of one consumer. `first` tells where partitions without a committed offset begin; `fence` is
-    awaited with them all before their committed offsets are read."""
+    awaited with them all before their committed offsets are read. `thrown_out` is when the group threw its members out,
+    this one and those before it."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         first: First,
         fence: Callable[[Collection[TopicPartition]], Awaitable[None]] | None = None,
         manual: bool = False,
+        thrown_out: list[float] | None = None,
     ) -> None:
         self.consumer, self._subscription, self._settings = consumer, subscription, settings
         self._first, self._fence, self._manual = first, fence, manual
@@ -82,7 +85,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         self.tick = Signal()
         self._epochs = 0
         self._committing: asyncio.Task[bool] | None = None
-        self._thrown_out: list[float] = []
+        self._thrown_out = [] if thrown_out is None else thrown_out
         self.joined_at = self.committed_at = time.monotonic()
         self.closed = False
         self.trouble: BrokerError | None = None  # why the last commit was not accepted, if it should have been
@@ -148,13 +151,14 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         """Two members with one ``group.instance.id`` throw each other out for ever, and each believes to own what the
         other has: aiokafka sends no instance id in heartbeats and commits, so nobody is told."""
         now = time.monotonic()
-        self._thrown_out = [at for at in self._thrown_out if now - at < self._settings.session_timeout] + [now]
+        self._thrown_out[:] = [at for at in self._thrown_out if now - at < self._settings.session_timeout] + [now]
         if self._settings.static_member and len(self._thrown_out) >= TWINS:
-            self.failure = BrokerRefused(
+            twin = BrokerRefused(
                 f"{self._subscription!r}: thrown out of the group {len(self._thrown_out)} times in "
                 f"{self._settings.session_timeout:g} s: another process uses static_member="
                 f"{self._settings.static_member!r} as well; give each process its own"
             )
+            self.fail(twin, "")
 
     async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
         """Called by the client after it joined; no heartbeat is sent until it returns."""
@@ -306,8 +310,9 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             finally:
                 self._committing = None
 
-    async def commit(self) -> bool:
-        """One attempt. True when everything that may be committed is; False when it was refused, or is not known."""
+    async def commit(self, seconds: float = math.inf) -> bool:
+        """One attempt, for at most so long. True when everything that may be committed is; False when it was refused,
+        or is not known."""
         self.resolved = 0
         if not self.ours:
             return False
@@ -318,7 +323,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         parts = {tp: self.parts[tp] for tp in offsets}  # those of now: one may be replaced while this is on its way
         facts = {tp: part.facts() for tp, part in parts.items()}
         try:
-            await self.consumer.commit_once(offsets, self._settings.commit_timeout, facts)
+            await self.consumer.commit_once(offsets, min(seconds, self._settings.commit_timeout), facts)
         except (KafkaError, TimeoutError) as error:
             self._refused(error)
             return False
@@ -372,18 +377,14 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         """Commit all there is, until it is accepted or the time is over."""
         loop = asyncio.get_running_loop()
         while (left := deadline - loop.time()) > 0 and not self.closed and self.failure is None:
-            if not self.gate:
-                try:
-                    async with asyncio.timeout(left):
-                        await self.opened.wait()
-                except TimeoutError:
-                    return
-                continue
-            if self._committing is not None:
-                await asyncio.wait([self._committing], timeout=left)
-            if await self.commit():
+            if not self.gate and all(part.position(None) <= part.committed for part in self.parts.values()):
                 return
-            await asyncio.sleep(min(0.05, max(0.0, deadline - loop.time())))
+            if self.gate:
+                if self._committing is not None:
+                    await asyncio.wait([self._committing], timeout=left)
+                if await self.commit(deadline - loop.time()):
+                    return
+            await asyncio.sleep(min(0.05, left))  # not `opened`: `stop` has set it, whatever the gate is
 
     def unsettled(self) -> Iterable[Part]:
         """The parts with something open."""

@@ -49,6 +49,7 @@ class Opening:
         # Partitions as they were when this was opened first, each with its end where it is to begin there.
         self._there: dict[TopicPartition, int | None] | None = None
         self._known: set[str] = set()  # topics that the group had read of by then
+        self._thrown_out: list[float] = []
 
     async def join(self) -> Membership:
         """Connect and join. Returns when the partitions are ours, or when `connect_timeout` is over and the group is
@@ -64,6 +65,7 @@ class Opening:
             first=self._first,
             fence=None if self.transactions is None else self.transactions.fence,
             manual=self.topic.partitions is not None,
+            thrown_out=self._thrown_out,
         )
         try:
             async with asyncio.timeout(self.settings.connect_timeout):

@@ -57,7 +57,7 @@ log = logging.getLogger("streamfw.kafka")
 
 POLL = 0.2  # seconds: how long a stop, or a partition that is below its limits again, waits at most
 MOST = 500  # records of one getmany
-CLOSE = 4.0  # seconds to leave the group
+CLOSE = 4.0  # seconds to leave the group: less than a drain waits for it
 
 
 class KafkaSource(Source):
@@ -368,9 +368,8 @@ class KafkaSource(Source):
         group.drop_all()
         self._over.clear()
         self._waiting.clear()
-        await group.consumer.end(CLOSE)
-        if self._opening.transactions is not None:
-            await self._opening.transactions.close()
+        transactions = self._opening.transactions
+        await asyncio.gather(group.consumer.end(CLOSE), *([] if transactions is None else [transactions.close()]))
 
     def health(self) -> Health:
         """See `Source.health`."""
