@@ -70,6 +70,8 @@ NAMES: dict[str, tuple[Any, str]] = {
     "_txn_manager": (AIOKafkaProducer.__init__, "self._txn_manager = "),
     # These are names of ours as well, so no search finds them.
     "_closed": (AIOKafkaConsumer.__init__, "self._closed = "),
+    "_do_heartbeat": (Coordinator, "async def _do_heartbeat(self)"),
+    "_last_fetch_ended": (subscription_state.SubscriptionState, "self._last_fetch_ended = "),
     "_records": (fetcher.Fetcher.__init__, "self._records = "),
     "_subscription": (AIOKafkaConsumer.__init__, "self._subscription = "),
 }
@@ -79,19 +81,27 @@ UNDOCUMENTED: dict[str, tuple[Any, str]] = {
     "assignment.state_value": (subscription_state.Assignment, "def state_value(self, tp"),
     "assignment.tps": (subscription_state.Assignment, "def tps(self)"),
     "connection.connected": (AIOKafkaConnection, "def connected(self)"),
+    "client.send": (AIOKafkaClient, "async def send(self, node_id, request, *, group=ConnectionGroup.DEFAULT)"),
     "coordinator.check_errors": (Coordinator, "def check_errors(self)"),
+    "coordinator.coordinator_id": (Coordinator.__init__, "self.coordinator_id = "),
     "coordinator.ensure_coordinator_known": (Coordinator, "async def ensure_coordinator_known(self)"),
     "coordinator.fetch_committed_offsets": (Coordinator, "async def fetch_committed_offsets(self, partitions)"),
     "coordinator.generation": (Coordinator.__init__, "self.generation = "),
+    "coordinator.group_id": (Coordinator.__init__, "self.group_id = "),
+    "coordinator.member_id": (Coordinator.__init__, "self.member_id = "),
     "fetcher.MemoryRecords": (fetcher.Fetcher._proc_fetch_request, "records = MemoryRecords(part_data[-1])"),
     "producer.client": (AIOKafkaProducer.__init__, "self.client = "),
     "sender.sender_task": (Sender, "def sender_task(self)"),
+    "state.highwater": (fetcher.Fetcher._proc_fetch_request, "tp_state.highwater = "),
+    "state.lso": (fetcher.Fetcher._proc_fetch_request, "tp_state.lso = "),
+    "state.timestamp": (fetcher.Fetcher._proc_fetch_request, "tp_state.timestamp = "),
     "state.has_valid_position": (subscription_state.TopicPartitionState, "def has_valid_position(self)"),
     "state.position": (subscription_state.TopicPartitionState, "def position(self)"),
     "sticky.generation": (StickyPartitionAssignor, "generation: int = "),
     "sticky.member_assignment": (StickyPartitionAssignor, "member_assignment: list[TopicPartition] | None = None"),
     "sticky.on_generation_assignment": (StickyPartitionAssignor, "def on_generation_assignment(cls, generation"),
     "subscription.assignment": (subscription_state.Subscription, "def assignment(self)"),
+    "subscription_state.abort_waiters": (subscription_state.SubscriptionState, "def abort_waiters(self, exc)"),
     "subscription_state.subscription": (subscription_state.SubscriptionState, "def subscription(self)"),
 }
 
@@ -118,7 +128,7 @@ def test_each_private_name_that_is_used_is_in_the_table() -> None:
                     pass
     private = {name: files for name, files in used.items() if name.startswith("_") and not name.startswith("__")}
     assert {name: files for name, files in private.items() if name not in ours and name not in NAMES} == {}
-    assert set(NAMES) - set(private) == {"_commit_refresh_task"}  # reached by getattr
+    assert set(NAMES) - set(private) == {"_commit_refresh_task", "_do_heartbeat", "_last_fetch_ended"}  # not read
 
 
 # ------------------------------------------------------------------ facts about its source
@@ -185,6 +195,29 @@ def test_a_static_member_sends_its_name_with_a_join_only() -> None:
     for part in (Coordinator._do_heartbeat, Coordinator._do_commit_offsets):
         assert "group_instance_id" not in text_of(part)
     assert "self._group_instance_id is None" in text_of(Coordinator._maybe_leave_group)
+
+
+def test_a_heartbeat_is_asked_of_the_object_and_says_whether_it_was_accepted() -> None:
+    """`GroupConsumer.heartbeats` counts in its place."""
+    assert "success = await self._do_heartbeat()" in text_of(Coordinator._heartbeat_routine)
+    accepted = text_of(Coordinator._do_heartbeat)
+    assert accepted.count("return True") == 2 and "return False" in accepted
+
+
+def test_who_does_not_poll_leaves_the_group_by_a_clock_that_we_set() -> None:
+    """`GroupConsumer.stay_polled`."""
+    text = inspect.getsource(subscription_state.SubscriptionState)
+    idle = text[text.index("def fetcher_idle_time") :]
+    assert "time.monotonic() - self._last_fetch_ended" in idle
+    assert "fetcher_idle_time" in text_of(Coordinator._heartbeat_routine, Coordinator.ensure_active_group)
+
+
+def test_aborting_waiters_ends_a_getmany() -> None:
+    """`GroupConsumer.interrupt`: also one that waits for an assignment."""
+    text = text_of(subscription_state.SubscriptionState.abort_waiters)
+    assert one_behind_another(text, "_assignment_waiters", "set_exception", "_fetch_waiters", "set_exception")
+    waits = text_of(fetcher.Fetcher.fetched_records)
+    assert "await self._subscriptions.wait_for_assignment()" in waits and "waiter.result()" in waits
 
 
 def test_nobody_else_tells_the_assignor_its_generation() -> None:
