@@ -130,7 +130,7 @@ class Watch:
         if group.trouble is not None:
             problems.insert(0, f"commits are not accepted: {group.trouble}")
         if self._unanswered:
-            problems.append(f"the server does not answer: {self._unanswered}")
+            problems.append(self._unanswered)
         if problems:
             return Health(False, "; ".join(problems))
         count = len(group.parts)
@@ -340,11 +340,11 @@ class Watch:
                 else:
                     await self._ask_for_the_others()
         except TimeoutError:
-            self._unanswered = f"nothing for {ANSWER:g} s"
+            self._unanswered = f"the server does not answer: nothing for {ANSWER:g} s"
         except BrokerClosed:
             return
         except BrokerError as error:
-            self._unanswered = str(error)
+            self._unanswered = f"the server does not answer: {error}" if error.transient else str(error)
         else:
             self._unanswered = ""
         for tp in list(self._unwarned):
