@@ -253,16 +253,23 @@ class KafkaSource(Source):
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleError]:
         """See `Source.settle`. Positional: durable with the next commit."""
         self._require_open()
+        odd, last = False, None
+        offsets: dict[Part, list[int]] = {}
         for settlement in settlements:
             if settlement.outcome is not ACK:
-                await self._settle_odd(settlements)
-                break
+                odd = True
+            delivery: KafkaDelivery = settlement.delivery  # type: ignore[assignment]
+            if delivery.part is not last:
+                last = delivery.part
+                note = offsets.setdefault(last, []).append
+            note(delivery.record.offset)
+        if odd:
+            await self._settle_odd(settlements)
         errors: list[SettleError] = []
-        for settlement in settlements:
-            delivery = settlement.delivery
-            part: Part = delivery.part  # type: ignore[attr-defined]
-            if not part.live or not part.mark.resolve(delivery.record.offset):  # type: ignore[attr-defined]
-                errors.append(self._not_ours(delivery))
+        for part, some in offsets.items():
+            if wrong := part.mark.resolve_all(some) if part.live else some:
+                found = {d.record.offset: d for s in settlements if (d := s.delivery).part is part}  # type: ignore[attr-defined]
+                errors += [self._not_ours(found[offset]) for offset in wrong]
         group = self.group
         group.resolved += len(settlements)
         if group.resolved >= self._settings.commit_after:
