@@ -31,6 +31,7 @@ from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRa
 from streamfw.broker import Delivery, Health, Position, Settlement, Source
 from streamfw.errors import (
     BrokerClosed,
+    BrokerError,
     BrokerUnavailable,
     PartitionRevoked,
     PublishError,
@@ -226,17 +227,15 @@ class KafkaSource(Source):
             await self._jump(tp)
 
     async def _jump(self, tp: TopicPartition) -> None:
-        consumer = self.group.consumer
-        async with asyncio.timeout(self._settings.request_timeout):
-            first = (await consumer.beginning_offsets([tp]))[tp]
-            last = (await consumer.end_offsets([tp]))[tp]
+        first = (await self._opening.topics.earliest([tp]))[tp]
+        last = (await self._opening.topics.latest([tp]))[tp]
         part = self.group.parts.get(tp)
         if part is None or not self.group.gate:
             return
         if part.mark.end < first:  # retention, or somebody, deleted what we had not read
             log.error("%r: offsets %d to %d of %s-%d are gone", self._subscription, part.mark.end, first - 1, *tp)
             part.mark.skip(first)
-            consumer.seek(tp, first)
+            self.group.consumer.seek(tp, first)
         elif part.mark.end > last:  # it was made anew, or its leader lost its end: nothing of it may be left out
             log.error("%r: %s-%d ends at %d, before %d; reading it again", self._subscription, *tp, last, part.mark.end)
             self.group.restart(tp, first)
@@ -383,7 +382,7 @@ class KafkaSource(Source):
         try:
             self._require_open()
             self.group.check()
-        except (BrokerClosed, BrokerUnavailable) as error:
+        except BrokerError as error:
             return Health(False, str(error))
         return self.watch.health()
 

@@ -269,10 +269,10 @@ async def test_one_commit_for_many_partitions_and_none_when_nothing_moved(
         source: Any = one.source
         commit, ticks = source.group.commit, 0
 
-        async def counted() -> bool:
+        async def counted(*arguments: float) -> bool:
             nonlocal ticks
             ticks += 1
-            done: bool = await commit()
+            done: bool = await commit(*arguments)
             return done
 
         source.group.commit = counted

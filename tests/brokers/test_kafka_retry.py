@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from streamfw import Ack, App, Backoff, Batch, DeadLetter, Drop, Message, Retry, subscriber
 from streamfw.errors import BrokerUnavailable
@@ -36,7 +37,7 @@ from tests.brokers.kafka_apps import (
 from tests.brokers.kafka_kit import new_name, read
 from tests.brokers.test_kafka_records import fill_bare
 from tests.helpers import eventually
-from tests.services.kafka import Kafka
+from tests.services.kafka import Kafka, OwnKafka
 
 
 class Seen:
@@ -361,6 +362,32 @@ async def delete_topic(kafka: Kafka, name: str) -> None:
         await admin.close()
 
 
+async def test_a_retry_while_the_server_is_away_is_kept(own_kafka: OwnKafka) -> None:
+    """It comes again when the server does, by the retry topic or as it was: nothing of the group is settled before."""
+    kafka = own_kafka.facts
+    name, seen, again = await topic(kafka, 1), Seen(), asyncio.Event()
+
+    @subscriber(Topic(name, retry_topic=True, retry_after=0.0))
+    async def handle(message: Message) -> None:
+        seen.note(message)
+        if message.body == b"1" and not again.is_set():
+            await asyncio.to_thread(own_kafka.kill)
+            again.set()
+            raise Retry(after=0.1)
+
+    await fill(kafka, name, numbers(range(3)))
+    app = app_of(kafka, handle, publish_timeout=2.0, request_timeout=2.0)
+    async with app.running():
+        await again.wait()
+        await eventually(lambda: not app.health().ok, 20.0)
+        await asyncio.to_thread(own_kafka.start)
+        await eventually(lambda: [m.body for m in seen.messages].count(b"1") >= 2, 30.0)
+        await all_committed(kafka, name)
+        await all_committed(kafka, f"{name}.shop.retry")
+    assert {m.body for m in seen.messages} == {b"0", b"1", b"2"}
+    assert await read(kafka, f"{name}.dead") == []
+
+
 async def test_a_settlement_that_failed_half_way_is_repeated_without_a_second_retry(
     kafka: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,9 +456,8 @@ async def test_without_a_dead_letter_they_are_discarded(kafka: Kafka) -> None:
         assert app.pumps[0].counters.dropped == 4
 
 
-async def test_a_dead_letter_that_cannot_be_published_keeps_the_original(
-    kafka: Kafka, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dead_letter_that_cannot_be_published_keeps_the_original(kafka: Kafka) -> None:
+    """Until it can."""
     name = await topic(kafka, 1)
     dead = await kafka.create_topic(f"{name}.dead", 1, max_message_bytes=2000)
 
@@ -439,10 +465,24 @@ async def test_a_dead_letter_that_cannot_be_published_keeps_the_original(
     async def handle(message: Message) -> None:
         raise DeadLetter("no")
 
+    async def is_committed() -> bool:
+        return await committed(kafka, name) == {0: 1}
+
     await fill(kafka, name, [b"small", bytes(3000)])
     app = app_of(kafka, handle)
     async with app.running():
         await eventually(lambda: "max.message.bytes=2000" in health_of(app))
-        assert await committed(kafka, name) == {0: 1}
-    assert await committed(kafka, name) == {0: 1}
-    assert [record.value for record in await read(kafka, dead)] == [b"small"]
+        await eventually(is_committed)
+        assert [record.value for record in await read(kafka, dead)] == [b"small"]
+        await configure(kafka, dead, "max.message.bytes", "1000000")
+        await all_committed(kafka, name)
+    assert [record.value for record in await read(kafka, dead)] == [b"small", bytes(3000)]
+
+
+async def configure(kafka: Kafka, name: str, key: str, value: str) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+    await admin.start()
+    try:
+        await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, name, {key: value})])
+    finally:
+        await admin.close()

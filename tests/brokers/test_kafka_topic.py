@@ -8,11 +8,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer, TopicPartition
 
 from streamfw import App, subscriber
 from streamfw.errors import BrokerRefused, TooLarge
 from streamfw_kafka import KafkaBroker, Topic
+from streamfw_kafka.client import GroupConsumer, fresh_assignor
 from tests.brokers.kafka_apps import (
     all_committed,
     app_of,
@@ -21,6 +22,7 @@ from tests.brokers.kafka_apps import (
     fill,
     filled,
     member,
+    numbers,
     offsets,
     source_of,
     topic,
@@ -272,6 +274,88 @@ async def test_the_lag_is_0_behind_the_markers_of_transactions(kafka: Kafka, iso
         await fill(kafka, name, [b"end"])
         assert [d.body for d in await pending] == [b"end"]
     assert await committed(kafka, name, group) == {0: 5}
+
+
+# ------------------------------------------------------------------ gaps
+
+
+async def test_a_compacted_topic_has_gaps_and_they_are_nobodys(kafka: Kafka) -> None:
+    """Positions in gaps are never handled, and do not hold the committed one up."""
+    name, group = await topic(kafka, 1, **COMPACTED_AT_ONCE), new_name("group")
+    async with member(kafka, name, group) as one:
+        for round_ in range(4):
+            for key in (b"a", b"b", b"c"):
+                await fill(kafka, name, numbers(range(10 * round_, 10 * round_ + 10)), key=key)
+        kept = await eventually(lambda: compacted(kafka, name, 4 * 30), 30.0)
+        await one.source.seek("earliest")
+        taken = await one.take(len(kept))
+        assert offsets(taken) == [(0, offset) for offset in kept]
+        await one.acknowledge(reversed(taken))
+        pending = asyncio.create_task(one.poll(30.0))
+        await all_committed(kafka, name, group)
+        source: Any = one.source
+        assert sum(part.gaps for part in source.group.parts.values()) >= 120 - len(kept)
+        await fill(kafka, name, [b"end"], key=b"end")
+        assert [d.body for d in await pending] == [b"end"]
+
+
+COMPACTED_AT_ONCE: dict[str, Any] = {
+    "cleanup_policy": "compact",
+    "segment_ms": 100,
+    "min_cleanable_dirty_ratio": 0.01,
+    "min_compaction_lag_ms": 0,
+    "max_compaction_lag_ms": 100,
+}
+
+
+async def compacted(kafka: Kafka, name: str, count: int) -> list[int]:
+    """The offsets that are left, when the cleaner has been there. What is written last is never compacted: so more is
+    written, which rolls the segment."""
+    await fill(kafka, name, [b"roll"], key=b"roll")
+    kept = [record.offset for record in await read(kafka, name)]
+    return kept if len(kept) < count // 2 else []
+
+
+async def test_what_was_deleted_before_it_was_read_is_told_and_skipped(
+    kafka: Kafka, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By retention, while nobody read and while somebody does."""
+    name, group = await filled(kafka, 20, 1), new_name("group")
+    async with member(kafka, name, group) as one:
+        await one.acknowledge(await one.take(2))
+    await delete_before(kafka, name, 5)
+    async with member(kafka, name, group, broker=broker_of(kafka, window_limit=10, open_limit=10)) as one:
+        taken = await one.take(10)
+        assert offsets(taken)[0] == (0, 5)
+        await one.expect_nothing(0.3)  # it is full; the next are not fetched before there is room
+        await fill(kafka, name, [bytes(900_000)] * 3, partition=0)  # nor are they read ahead by the client
+        await one.acknowledge(taken)
+        source: Any = one.source
+        assert source.jumps == 1
+    assert "offsets 2 to 4 of" in caplog.text and "are gone" in caplog.text
+
+
+async def test_a_position_behind_the_end_is_told_and_nothing_is_left_out(
+    kafka: Kafka, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The topic was made anew, or its leader lost its end: what comes has offsets that were handled once."""
+    name, group = await filled(kafka, 5, 1), new_name("group")
+    stranger = GroupConsumer(fresh_assignor(), bootstrap_servers=kafka.bootstrap, group_id=group)
+    await stranger.start()
+    stranger.assign([TopicPartition(name, 0)])
+    await stranger._coordinator.ensure_coordinator_known()
+    await stranger.commit_once({TopicPartition(name, 0): 1000}, 5.0)
+    await stranger.stop()
+    async with member(kafka, name, group) as one:
+        assert offsets(await one.take(5)) == [(0, at) for at in range(5)]
+        await one.flush()
+    assert "ends at 5, before 1000; reading it again" in caplog.text
+    assert await committed(kafka, name, group) == {0: 0}
+
+
+async def delete_before(kafka: Kafka, name: str, offset: int) -> None:
+    async with desk(kafka.url) as asked:
+        await asked.topics.delete_records(dict.fromkeys(await asked.topics.ends(name), offset))
 
 
 # ------------------------------------------------------------------ size
