@@ -144,7 +144,7 @@ class Pauses:
     @classmethod
     def of(cls, values: Iterable[float]) -> Pauses:
         found = sorted(values) or [0.0]
-        return cls(statistics.median(found), found[int(0.95 * (len(found) - 1))], found[-1], len(found))
+        return cls(statistics.median(found), found[min(len(found) - 1, int(0.95 * len(found)))], found[-1], len(found))
 
     def __str__(self) -> str:
         return f"{self.median * 1000:.0f} / {self.p95 * 1000:.0f} / {self.longest * 1000:.0f} ms"

@@ -27,7 +27,7 @@ from aiokafka.errors import KafkaError
 from tests.faults.rebalance_member import SESSION
 from tests.faults.rebalance_oracle import Fate, Findings, judge, out_of_order, read
 from tests.helpers import eventually
-from tests.services.kafka import Kafka
+from tests.services.kafka import Kafka, OwnKafka
 
 __all__ = ["Mode", "RebalanceRun", "rebalance_run"]
 
@@ -39,20 +39,21 @@ PARTITIONS = 12
 KEYS = 240
 FEWEST, FIRST, MOST = 2, 4, 6  # members
 RATE = 900  # messages a second, while they flow
-STABLE = 30.0  # seconds
+STABLE = 60.0  # seconds
 
 
 @dataclass(slots=True)
 class RebalanceRun:
     findings: Findings
     events: Counter[str]
+    of_server: Counter[str]
     seconds: float
 
     def __str__(self) -> str:
         found = self.findings
         causes = ", ".join(f"{cause} {count}" for cause, count in sorted(found.duplicates.items())) or "none"
         return (
-            f"{dict(self.events)}, {found.generations} generations in {self.seconds:.0f} s; "
+            f"{dict(self.events)} {dict(self.of_server)}, {found.generations} generations in {self.seconds:.0f} s; "
             f"{found.handled} of {found.published} handled; repeated: {causes} (begun too late: {found.overtaken}); "
             f"a kill: {[cost.repeated for cost in found.kills]} of at most {[cost.most for cost in found.kills]}; "
             f"pauses of a member {found.pauses}, of the group {found.group_pauses}, "
@@ -154,16 +155,14 @@ class Members:
 class Group:
     """What the server says of the group."""
 
-    def __init__(self, admin: AIOKafkaAdminClient, topic: str, group: str) -> None:
-        self._admin, self._topic, self._group = admin, topic, group
+    def __init__(self, admin: AIOKafkaAdminClient, group: str) -> None:
+        self._admin, self.name = admin, group
 
     async def settled(self, members: int) -> bool:
         """Whether it is stable, with so many members."""
         try:
-            (response,) = await self._admin.describe_consumer_groups([self._group])
-        except KafkaError as error:  # its coordinator is being made
-            if not error.retriable:
-                raise
+            (response,) = await self._admin.describe_consumer_groups([self.name])
+        except KafkaError:  # its coordinator is being made, or away
             return False
         (described,) = response.to_object()["groups"]
         return described["state"] == "Stable" and len(described["members"]) == members
@@ -172,14 +171,20 @@ class Group:
         await eventually(lambda: self.settled(members), STABLE, f"the group is stable with {members} members")
 
     async def committed(self) -> int:
-        found = await self._admin.list_consumer_group_offsets(self._group)
+        try:
+            found = await self._admin.list_consumer_group_offsets(self.name)
+        except KafkaError:
+            return 0
         return sum(meta.offset for meta in found.values() if meta.offset > 0)
 
 
 class _Run:
-    def __init__(self, members: Members, group: Group, chance: random.Random, storm: bool) -> None:
-        self.members, self.group, self.chance, self.storm = members, group, chance, storm
+    def __init__(
+        self, members: Members, group: Group, chance: random.Random, storm: bool, server: OwnKafka | None
+    ) -> None:
+        self.members, self.group, self.chance, self.storm, self.server = members, group, chance, storm, server
         self.events: Counter[str] = Counter()
+        self.of_server: Counter[str] = Counter()
         self._thawing: set[asyncio.Task[None]] = set()
 
     # -- what happens
@@ -194,6 +199,8 @@ class _Run:
             left[kind] -= 1
             self.events[kind] += 1
             self.members.check()
+            if self.server is not None and self.events.total() % 3 == 0:
+                await self._harm(self.server)
             if not self.storm:
                 await self.group.until(len(self.members.names))
         await asyncio.gather(*self._thawing)
@@ -233,6 +240,24 @@ class _Run:
             await asyncio.sleep(self.chance.uniform(0.0, 0.5))
             members.go_on(name)
 
+    async def _harm(self, server: OwnKafka) -> None:
+        """Let something happen to the node that coordinates the group, most likely while its members move."""
+        node = await server.facts.coordinator(self.group.name)
+        await asyncio.sleep(self.chance.uniform(0.0, 0.6))
+        began, kind = time.monotonic_ns(), self.chance.choice(("restarted", "killed (SIGKILL)", "frozen"))
+        if kind == "restarted":
+            await asyncio.to_thread(server.restart, node)
+        elif kind == "frozen":
+            await asyncio.to_thread(server.freeze, node)
+            await asyncio.sleep(self.chance.uniform(0.5, 2 * SESSION))
+            await asyncio.to_thread(server.thaw, node)
+        else:
+            await asyncio.to_thread(server.kill, node)
+            await asyncio.sleep(self.chance.uniform(0.0, 2 * SESSION))
+            await asyncio.to_thread(server.start, node)
+        self.members.fates.append(Fate(began, "server", until=time.monotonic_ns()))
+        self.of_server[f"coordinator {kind}"] += 1
+
     async def _thaw(self, name: str, seconds: float) -> None:
         await asyncio.sleep(seconds)
         self.members.go_on(name)
@@ -261,17 +286,26 @@ _LESS = ("leave", "kill")
 
 
 async def rebalance_run(
-    kafka: Kafka, directory: Path, *, seed: int, messages: int, events: int, mode: Mode = "single", storm: bool = False
+    kafka: Kafka,
+    directory: Path,
+    *,
+    seed: int,
+    messages: int,
+    events: int,
+    mode: Mode = "single",
+    storm: bool = False,
+    server: OwnKafka | None = None,
 ) -> RebalanceRun:
     """Let `events` happen to two to six members while `messages` flow through 12 partitions; end when everything is
-    handled and committed, and all members have left. With `storm` the events overlap, also each other's rebalances."""
+    handled and committed, and all members have left. With `storm` the events overlap, also each other's rebalances.
+    With `server` every third is followed by something that happens to the group's coordinator."""
     began = time.monotonic()
     topic = await kafka.create_topic(f"rebalances-{mode}-{secrets.token_hex(4)}", PARTITIONS)
     await kafka.create_topic(f"{topic}.dead", 1)
     crew = Members(kafka.url, topic, f"group-of-{topic}", directory, mode)
     async with _admin(kafka.bootstrap) as admin:
         try:
-            run = _Run(crew, Group(admin, topic, f"group-of-{topic}"), random.Random(seed), storm)
+            run = _Run(crew, Group(admin, f"group-of-{topic}"), random.Random(seed), storm, server)
             for _ in range(FIRST):
                 await crew.join()
             await run.group.until(FIRST)
@@ -284,7 +318,7 @@ async def rebalance_run(
     findings = judge(log, range(messages), crew.fates, session=SESSION, fifo=mode == "single")
     if mode == "key":
         findings.wrong("messages of a key were out of order", out_of_order(log, KEYS))
-    return RebalanceRun(findings, run.events, time.monotonic() - began)
+    return RebalanceRun(findings, run.events, run.of_server, time.monotonic() - began)
 
 
 async def _together(run: _Run, bootstrap: str, topic: str, messages: int, events: int) -> None:
@@ -319,19 +353,22 @@ def main() -> int:
     parser.add_argument("messages", type=int)
     parser.add_argument("--mode", choices=("single", "key", "batch"), default="single")
     parser.add_argument("--storm", action="store_true", help="let the events overlap")
+    parser.add_argument("--nodes", type=int, choices=(0, 1, 3), default=0, help="harm a server of so many nodes, too")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="streamfw-rebalances-"))
-    with services.shared(services.ONE, services.run_directory(f"rebalances-{secrets.token_hex(4)}")) as kafka:
+    kind = services.THREE if given.nodes == 3 else services.ONE
+    with services.own(kind, services.run_directory(f"rebalances-{secrets.token_hex(4)}")) as server:
         run = asyncio.run(
             rebalance_run(
-                kafka,
+                server.facts,
                 directory,
                 seed=given.seed,
                 messages=given.messages,
                 events=given.events,
                 mode=given.mode,
                 storm=given.storm,
+                server=server if given.nodes else None,
             )
         )
     print(directory, run, *run.findings.faults, sep="\n")

@@ -166,6 +166,16 @@ def _rebalances(
 _DID = {"join": "joined", "leave": "left", "stop": "stood still past their session"}
 
 
+def _harmed(server: OwnKafka, directory: Path, seed: int) -> Counts:
+    run = asyncio.run(rebalance_run(server.facts, directory, seed=seed, messages=6_000, events=9, server=server))
+    return {
+        "kills": run.events["kill"],
+        "faults": {**{f"members that {_DID[name]}": run.events[name] for name in _DID}, **run.of_server},
+        **_found(run.findings),
+        "generations": run.findings.generations,
+    }
+
+
 def _ordered(server: OwnKafka, directory: Path, seed: int) -> Counts:
     return _rebalances(server, directory, seed, messages=5_000, events=8, mode=("key", "batch")[seed % 2])
 
@@ -222,6 +232,13 @@ SUITES: tuple[Suite[Any], ...] = (
         _kafka,
     ),
     Suite("kafka-order", "the same with messages ordered by key, or in batches, in turn", 4, _ordered, _kafka),
+    Suite(
+        "kafka-coordinator",
+        "members that come and go, while the one of three servers that coordinates their group is lost or away",
+        5,
+        _harmed,
+        _three_kafkas,
+    ),
     Suite("kafka-cuts", "connections and the one server cut under a running app", 5, _kafka_cuts, _kafka),
     Suite(
         "kafka-node-loss",

@@ -10,7 +10,7 @@ import pytest
 from tests.faults.rebalance_member import BATCH, COMMIT_EVERY
 from tests.faults.rebalance_oracle import Fate, Findings, judge, out_of_order, read
 from tests.faults.rebalances import Mode, rebalance_run
-from tests.services.kafka import Kafka
+from tests.services.kafka import Kafka, OwnKafka
 
 pytestmark = pytest.mark.xdist_group("rebalances")
 
@@ -41,6 +41,15 @@ async def test_order_and_batches_hold_across_rebalances(kafka: Kafka, tmp_path: 
     assert found.handled == found.published == 4_000
     assert found.largest_batch <= BATCH.size
     assert (found.batches > 0) == (mode == "batch")
+
+
+@pytest.mark.timeout(180)
+async def test_members_move_while_their_server_is_away(own_kafka: OwnKafka, tmp_path: Path) -> None:
+    run = await rebalance_run(own_kafka.facts, tmp_path, seed=6, messages=3_000, events=3, server=own_kafka)
+    print(run)
+    assert not run.findings.faults, run.findings.faults
+    assert run.findings.handled == run.findings.published == 3_000
+    assert run.of_server.total() == 1
 
 
 # ---------------------------------------------------------------------- the oracle
