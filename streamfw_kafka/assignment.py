@@ -30,13 +30,14 @@ class Part:
     - `gaps`: offsets that nobody was given (markers of transactions, what compaction took away).
     - `low`: the watermark as last looked at.
     - `blocking`: the oldest open offset as last looked at (-1: nothing is open), and `since` when (seconds since 1970).
+    - `asked`: how many commits of it are on their way; `bound`: a transaction commits it, and nothing may beside that.
     - `shut`: there is no room for more of it, whatever is open.
     - `told`, `told_at`: the facts that were last committed with an offset, and when.
     """
 
     __slots__ = (
-        "blocking", "committed", "epoch", "gaps", "live", "low", "mark", "sent", "shut", "since", "start", "told",
-        "told_at", "tp",
+        "asked", "blocking", "bound", "committed", "epoch", "gaps", "live", "low", "mark", "sent", "shut", "since",
+        "start", "told", "told_at", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, start: int, committed: int, epoch: int) -> None:
@@ -48,7 +49,8 @@ class Part:
         self.told, self.told_at = "", 0.0
         self.gaps = 0
         self.live = True
-        self.shut = False
+        self.shut = self.bound = False
+        self.asked = 0
 
     def hold(self, records: Sequence[Any]) -> None:
         """Open the offset of each record, before anybody can settle past it."""
@@ -88,10 +90,10 @@ class Part:
         if low != self.blocking:
             self.blocking, self.since = low, now
 
-    def facts(self) -> str:
-        """What others may want to know of it; see `status.Facts`."""
-        known = f"open={self.mark.open} read={self.mark.end}"
-        return known if self.blocking == UNKNOWN else f"{known} since={int(self.since)}"
+    def facts(self, done: int = 0) -> str:
+        """What others may want to know of it when `done` of what is open are settled; see `status.Facts`."""
+        known = f"open={self.mark.open - done} read={self.mark.end}"
+        return known if done or self.blocking == UNKNOWN else f"{known} since={int(self.since)}"
 
     def is_still_ours(self, committed: int) -> bool:
         """Whether a partition that came back is as we left it: nobody else has committed meanwhile."""

@@ -322,11 +322,16 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             return True
         parts = {tp: self.parts[tp] for tp in offsets}  # those of now: one may be replaced while this is on its way
         facts = {tp: part.facts() for tp, part in parts.items()}
+        for part in parts.values():
+            part.asked += 1
         try:
             await self.consumer.commit_once(offsets, min(seconds, self._settings.commit_timeout), facts)
         except (KafkaError, TimeoutError) as error:
             self._refused(error)
             return False
+        finally:
+            for part in parts.values():
+                part.asked -= 1
         self.commits += 1
         self.trouble = None
         self.committed_at = now = time.monotonic()
@@ -359,9 +364,9 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
     def _to_commit(self) -> dict[TopicPartition, int]:
         offsets: dict[TopicPartition, int] = {}
         now, told = time.time(), time.monotonic() - TELL
-        # What a transaction has said of a partition, a commit of the same offset beside it would undo.
-        tells = not self._subscription.transactional
         for tp, part in self.parts.items():
+            if part.bound:
+                continue
             # While the gate is shut, what was read may have been thrown away: the client's position counts only after
             # our seek.
             position = part.position(self.consumer.read_to(tp) if self.gate else None)
@@ -369,7 +374,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             if position > part.committed:
                 offsets[tp] = position
                 part.sent = max(part.sent, position)
-            elif tells and part.told_at < told and position == part.committed and part.facts() != part.told:
+            elif part.told_at < told and position == part.committed and part.facts() != part.told:
                 offsets[tp] = position  # others ask what is open of it, and what it waits for
         return offsets
 

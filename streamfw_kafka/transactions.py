@@ -14,6 +14,10 @@ Theory of operation
     one who was taken for dead. So its first act is to read the committed offset: if that is not what we left, others
     have been there, and the partition is not ours any more. The same answers what became of a commit without an answer.
 
+Of the offsets of a transaction and those of a commit beside it, the server keeps what it got last, and it gets those of
+a transaction before it ends. So nothing else is committed of a partition while its transaction is committing: what was
+settled before (or a marker in the log that was read past) would bring the position back behind the transaction.
+
 aiokafka sends offsets before the records they stand for (#1004), so every record is acknowledged before the offsets are
 added.
 """
@@ -254,9 +258,18 @@ class Unit(UnitOfWork):
             return
         part, position = self._part, self._deliveries[-1].offset + 1
         await self._wait_for_earlier(position)
+        part.bound = True
+        try:
+            while part.asked:  # noqa: ASYNC110 - rarely, for a moment, and nobody else wants to know
+                await asyncio.sleep(0.001)
+            await self._commit(part, position)
+        finally:
+            part.bound = False
+
+    async def _commit(self, part: Part, position: int) -> None:
         self._still_ours()
         try:
-            offsets = {part.tp: OffsetAndMetadata(position, "")}
+            offsets = {part.tp: OffsetAndMetadata(position, part.facts(done=len(self._deliveries)))}
             await self.connection.send_offsets_to_transaction(offsets, self._transactions.group)
             await self.connection.commit_transaction()
         except (KafkaError, IllegalOperation, AssertionError) as error:

@@ -4,6 +4,7 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from streamfw.broker import Subscription
 from streamfw.errors import PublishError, TooLarge, Unroutable
 from streamfw.outcome import DeadLetter
 from streamfw_kafka import KafkaBroker, Offset, Topic, Transaction
+from streamfw_kafka.client import GroupConsumer
 from streamfw_kafka.source import KafkaSource
 from tests.brokers.kafka_kit import new_name, read
 from tests.helpers import eventually
@@ -33,6 +35,10 @@ def broker_of(kafka: Kafka, **options: Any) -> KafkaBroker:
 async def seen(kafka: Kafka, topic: str) -> list[int]:
     """The ids in a topic, as who reads what is committed sees them."""
     return sorted(msgspec.json.decode(record.value)["id"] for record in await read(kafka, topic))
+
+
+async def sees(kafka: Kafka, topic: str, ids: list[int]) -> bool:
+    return await seen(kafka, topic) == ids
 
 
 async def all_committed(app: App, count: int) -> None:
@@ -132,7 +138,7 @@ async def test_a_dead_letter_before_a_message_is_not_committed_past(kafka: Kafka
 
         await eventually(lambda: committed(1) == 2)
         assert committed(0) <= 0
-        assert await seen(kafka, receipts) == [1, 3]
+        await eventually(partial(sees, kafka, receipts, [1, 3]))  # the server writes its markers after it has answered
         let_go.set()
         await eventually(lambda: committed(0) == 2)
     assert await seen(kafka, receipts) == [1, 2, 3]
@@ -241,3 +247,53 @@ async def test_a_source_without_transactions_refuses_one(kafka: Kafka) -> None:
     assert list(broker.mistakes(Subscription("orders", source=topic, transactional=True)))
     topic = Topic("orders", retry_topic=True)
     assert list(broker.mistakes(Subscription("orders", source=topic, transactional=True)))
+
+
+async def test_no_commit_beside_a_transaction_undoes_it(kafka: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both the server keeps what it got last, and it gets a transaction's offsets before the transaction ends. In a
+    topic that was written in transactions there is always something to commit: the markers that were read past."""
+    orders, receipts, group = new_name("orders"), new_name("receipts"), new_name("group")
+    for name in (orders, receipts):
+        await kafka.create_topic(name, partitions=1)
+    async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=new_name()) as producer:
+        for number in range(2):
+            async with producer.transaction():
+                await producer.send(orders, b'{"id":%d}' % number)
+    ending = AIOKafkaProducer.commit_transaction
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def held(producer: AIOKafkaProducer) -> None:
+        if first.is_set():
+            reached.set()
+            await go_on.wait()
+        first.set()
+        await ending(producer)
+
+    beside: list[object] = []
+    commit = GroupConsumer.commit_once
+
+    async def noted(consumer: GroupConsumer, offsets: Any, *more: Any) -> None:
+        if reached.is_set() and not go_on.is_set():
+            beside.append(offsets)
+        await commit(consumer, offsets, *more)
+
+    first = asyncio.Event()
+    monkeypatch.setattr(AIOKafkaProducer, "commit_transaction", held)
+    monkeypatch.setattr(GroupConsumer, "commit_once", noted)
+
+    @subscriber(orders, transactional=True, publishes=receipts)
+    async def handle(order: Order) -> Order:
+        return order
+
+    app = App(handle, name=group, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        source: Any = app.pumps[0].source
+        await reached.wait()
+        (part,) = source.group.parts.values()
+        assert (part.committed, part.mark.position, part.bound) == (1, 2, True)
+        looks = source.watch.clock + 1.5  # two of them, and many ticks of the committer
+        await eventually(lambda: source.watch.clock > looks)
+        assert beside == []
+        go_on.set()
+        await eventually(lambda: part.committed == 4)  # past the last marker, when nothing is open any more
+    await eventually(partial(sees, kafka, receipts, [0, 1]))
