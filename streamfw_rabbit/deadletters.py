@@ -22,7 +22,7 @@ from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GRO
 from . import _content
 from .channel import Properties
 from .epochs import Epochs
-from .headers import copied, key_of, visible_headers
+from .headers import copied, key_of, limited_by, visible_headers
 from .publish import Publishing
 from .topology import group_queue
 
@@ -207,8 +207,8 @@ def _origins(one: Taken) -> list[str]:
     headers = visible_headers(one.properties)
     origin, group = headers.get(ORIGIN), headers.get(ORIGIN_GROUP)
     found = [group_queue(origin, group), origin] if origin and group else []
-    first = one.properties.headers.get("x-first-death-queue")
-    return [*found, *([first] if isinstance(first, str) else [])]
+    limited = limited_by(one.properties.headers)
+    return found if limited is None else [*found, limited]
 
 
 async def _nothing(one: Taken) -> bool:

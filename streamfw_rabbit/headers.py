@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -36,7 +36,18 @@ from streamfw.message import (
 
 from .channel import FieldValue, Properties
 
-__all__ = ["ATTEMPT", "FROM", "KEY", "LEFT", "copied", "is_reserved", "key_of", "properties_of", "visible_headers"]
+__all__ = [
+    "ATTEMPT",
+    "FROM",
+    "KEY",
+    "LEFT",
+    "copied",
+    "is_reserved",
+    "key_of",
+    "limited_by",
+    "properties_of",
+    "visible_headers",
+]
 
 KEY: Final = "x-streamfw-key"
 """The message's key."""
@@ -169,13 +180,21 @@ def _json(value: object) -> object:
     return str(value)
 
 
-def _of_the_limit(table: Mapping[str, Any]) -> list[tuple[str, bytes | None]]:
-    """What a dead letter tells that the server itself put aside, because it came back too often."""
+def limited_by(table: Mapping[str, FieldValue]) -> str | None:
+    """The queue that a dead letter comes from which the server itself put aside, because it came back too often."""
     deaths = table.get("x-death")
     latest = deaths[0] if isinstance(deaths, list) and deaths else None
-    if not isinstance(latest, dict) or latest.get("reason") != "delivery_limit" or ERROR in table:
+    if not isinstance(latest, dict) or latest.get("reason") != "delivery_limit":
+        return None
+    queue = latest.get("queue")
+    return queue if isinstance(queue, str) else None
+
+
+def _of_the_limit(table: Mapping[str, FieldValue]) -> list[tuple[str, bytes]]:
+    queue = limited_by(table)
+    if queue is None or ERROR in table:
         return []
-    told = f"queue {latest.get('queue')!r} delivered it as often as its delivery limit allows, and nobody settled it"
+    told = f"queue {queue!r} delivered it as often as its delivery limit allows, and nobody settled it"
     return [(ERROR, told.encode()), (ERROR_TYPE, b"DeliveryLimit")]
 
 
@@ -185,8 +204,8 @@ def _of_the_limit(table: Mapping[str, Any]) -> list[tuple[str, bytes | None]]:
 def copied(properties: Properties, table: Mapping[str, FieldValue]) -> Properties:
     """The properties of a message to be published again, with `table` for what is ours in its headers.
 
-    The sender's other headers stay as they are. Its time to live and user are not carried: the first would end it in
-    between, the second must be the publisher's own.
+    The sender's other headers stay as they are, and what the server told of a dead letter becomes headers like others.
+    Its time to live and user are not carried: the first would end it in between, the second must be the publisher's.
     """
     try:
         theirs = properties.headers
@@ -194,7 +213,7 @@ def copied(properties: Properties, table: Mapping[str, FieldValue]) -> Propertie
         theirs = {}
     kept = {name: value for name, value in theirs.items() if not is_reserved(name) or name in (KEY, ORDER, FROM)}
     return Properties(
-        raw_headers=kept | dict(table),
+        raw_headers=kept | dict(_of_the_limit(theirs)) | dict(table),
         content_type=properties.content_type,
         content_encoding=properties.content_encoding,
         delivery_mode=_PERSISTENT,

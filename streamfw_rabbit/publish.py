@@ -252,6 +252,7 @@ class Publishing:
         loop = asyncio.get_running_loop()
         while True:
             try:
+                await self._asking.connected(max(0.0, deadline - loop.time()))
                 async with self._asking.declarations(f"looking for exchange {name!r}") as channel:
                     await channel.exchange_declare(name, passive=True)
                 route = Route(name)

@@ -183,7 +183,7 @@ def _host(text: str, default: int) -> tuple[str, int]:
     port = int(match[2] or default)
     if not 0 < port < 65_536:
         raise ValueError("url: a port is a number from 1 to 65535")
-    return match[1].strip("[]"), port
+    return unquote(match[1].strip("[]")), port
 
 
 def _query(query: str) -> dict[str, Any]:

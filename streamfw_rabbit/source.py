@@ -86,6 +86,7 @@ class RabbitSource(Source):
         self._tag = ""
         self._tags = Tags()
         self._inbox: list[RawDelivery] = []
+        self._last = 0  # the last tag that was taken from the channel
         self._waiter: asyncio.Future[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
         self._told_at = float("-inf")
@@ -193,7 +194,7 @@ class RabbitSource(Source):
         self._channel, self._epoch, self._live = None, 0, False
         self._inbox.clear()
         self._arrived.clear()
-        self._warned = 0
+        self._last = self._warned = 0
         if self._gap_timer is not None:
             self._gap_timer.cancel()
             self._gap_timer = None
@@ -220,6 +221,8 @@ class RabbitSource(Source):
     def _take(self, limit: int, max_bytes: int) -> list[RabbitDelivery]:
         if not self._inbox and self._channel is not None:
             self._inbox = self._channel.take()
+            if self._inbox:
+                self._last = self._inbox[-1].tag
         inbox, epoch, make = self._inbox, self._epoch, self._make
         taken: list[RabbitDelivery] = []
         count = 0
@@ -358,9 +361,9 @@ class RabbitSource(Source):
                 now - arrived[0][0],
                 self._settings.consumer_timeout,
             )
-        waiting = channel.inbox or self._inbox
-        if waiting and (not arrived or waiting[-1].tag > arrived[-1][1]):
-            arrived.append((now, waiting[-1].tag))
+        last = channel.inbox[-1].tag if channel.inbox else self._last
+        if last >= oldest and (not arrived or last > arrived[-1][1]):
+            arrived.append((now, last))
 
     # -- the end
 

@@ -1,0 +1,395 @@
+"""Consuming from RabbitMQ: acknowledgements in groups, channels that end, and what is left when a source does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from streamfw import App, Message, subscriber
+from streamfw.broker import Delivery, Settlement, Subscription
+from streamfw.errors import BrokerUnavailable, StaleDelivery
+from streamfw.outcome import ACK
+from streamfw.testing.conformance import Member
+from streamfw_rabbit import Exchange, MessageProperties, RabbitBroker, RabbitQueue, RoutingKey
+from streamfw_rabbit.channel import Channel, Properties
+from streamfw_rabbit.connection import RabbitConnection
+from streamfw_rabbit.delivery import RabbitDelivery
+from streamfw_rabbit.errors import NotFound
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, source_of
+from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.helpers import eventually
+from tests.services.rabbit import OwnRabbit, Rabbit
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    name: TransportName = request.param
+    return name
+
+
+@pytest.fixture
+async def connection(rabbit: Rabbit, transport: TransportName) -> AsyncIterator[RabbitConnection]:
+    async with connected(rabbit, transport=transport) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def other(rabbit: Rabbit) -> AsyncIterator[Raw]:
+    async with raw(rabbit) as opened:
+        yield opened
+
+
+async def fill(connection: RabbitConnection, name: str, count: int) -> None:
+    assert await send(connection, *(outgoing(name, b"%d" % n, key="one") for n in range(count))) == [None] * count
+
+
+def channel_of(one: object) -> Channel:
+    channel = source_of(one)._channel  # type: ignore[arg-type]
+    assert channel is not None
+    return channel
+
+
+# ---------------------------------------------------------------------- settling
+
+
+async def test_a_group_is_acknowledged_by_one_frame(connection: RabbitConnection, other: Raw) -> None:
+    name = new_name()
+    async with member(connection, name) as taker:
+        await fill(connection, name, 500)
+        for _ in range(5):
+            await taker.acknowledge(await taker.take(100))
+        await taker.flush()
+        assert channel_of(taker).counters.acks == 5
+        await other.left(f"{name}.shop", 0)
+
+
+async def test_a_gap_holds_up_nobody_for_long(connection: RabbitConnection) -> None:
+    """A message that takes long is stepped over; what comes later is settled all the same, and so is it in the end."""
+    source = RabbitQueue(new_name("gap"), prefetch=10)
+    async with member(connection, source.name, source=source) as taker:
+        await fill(connection, source.name, 100)
+        slow = (await taker.take(1))[0]
+        for _ in range(11):
+            await taker.acknowledge(await taker.take(9))  # more only come when these are seen to be settled
+        channel = channel_of(taker)
+        assert channel.counters.acks >= 90, "singly: a multiple would take the slow one along"
+        await taker.acknowledge([slow])
+        await taker.flush()
+        assert channel.closed is None
+        await taker.expect_nothing(0.3)
+    async with member(connection, source.name, source=source) as successor:
+        await successor.expect_nothing(0.3)
+
+
+async def test_after_a_gap_one_frame_is_enough_again(connection: RabbitConnection) -> None:
+    name = new_name()
+    async with member(connection, name) as taker:
+        await fill(connection, name, 30)
+        taken = await taker.take(30)
+        await taker.acknowledge(taken[5:10])
+        channel = channel_of(taker)
+        assert channel.counters.acks == 0, "they are held back for a moment"
+        await eventually(lambda: channel.counters.acks == 5)
+        await taker.acknowledge(taken[:5])
+        before = channel.counters.acks
+        await taker.acknowledge(taken[10:])
+        assert channel.counters.acks == before + 1
+
+
+async def test_what_is_settled_twice_ends_no_channel(connection: RabbitConnection) -> None:
+    name = new_name()
+    async with member(connection, name) as taker:
+        await fill(connection, name, 3)
+        taken = await taker.take(3)
+        await taker.acknowledge(taken)
+        errors = await taker.settle(taken)
+        assert [type(error) for error in errors] == [StaleDelivery] * 3
+        assert source_of(taker).late == 3
+        await taker.flush()
+        assert channel_of(taker).closed is None
+
+
+async def test_a_stale_settlement_settles_no_other_message(rabbit: Rabbit, connection: RabbitConnection) -> None:
+    """Tags begin again at 1: those of a lost channel would name other messages of the next one."""
+    name = new_name()
+    async with member(connection, name) as taker:
+        await fill(connection, name, 5)
+        stale = await taker.take(5)
+        await asyncio.to_thread(rabbit.close_connections)
+        again = await taker.take(5)
+        assert [d.tag for d in stale if isinstance(d, RabbitDelivery)] == [1, 2, 3, 4, 5]
+        errors = await taker.settle(stale)
+        assert [type(error) for error in errors] == [StaleDelivery] * 5
+        await taker.flush()
+        await taker.close()
+        async with member(connection, name) as successor:
+            assert len(await successor.take(5)) == 5, "nothing was settled by it"
+            assert len(again) == 5
+
+
+async def test_at_most_the_prefetch_is_out(connection: RabbitConnection, other: Raw) -> None:
+    source = RabbitQueue(new_name("window"), prefetch=7)
+    async with member(connection, source.name, source=source):
+        await fill(connection, source.name, 20)
+        await other.left(source.name, 13)
+
+
+# ---------------------------------------------------------------------- what a delivery carries
+
+
+async def test_foreign_messages(connection: RabbitConnection, other: Raw) -> None:
+    exchange = new_name("events")
+    source = RabbitQueue(new_name("foreign"), exchange=Exchange(exchange, "topic"), bind="#", key="routing_key")
+    async with member(connection, source.name, source=source) as taker:
+        bare = Properties(raw_headers={"n": 42, "nested": {"a": [1]}}, app_id="billing")
+        assert await connection.publishing.send(exchange, "orders.created", outgoing(exchange, b"1"), bare) is None
+        await other.publish(exchange, "", b"2", message_id="theirs", content_type="text/plain")
+        first, second = await taker.take(2)
+        assert isinstance(first, RabbitDelivery)
+        assert (first.key, first.message_id, first.timestamp) == ("orders.created", "", 0.0)
+        assert (first.exchange, first.routing_key, first.redelivered) == (exchange, "orders.created", False)
+        assert dict(first.headers.pairs) == {"n": b"42", "nested": b'{"a":[1]}'}
+        assert (first.properties.app_id, first.properties.headers["n"]) == ("billing", 42)
+        assert (second.message_id, second.content_type) == ("theirs", "text/plain")
+        await taker.acknowledge([first, second])
+
+
+async def test_a_handler_takes_the_routing_key_and_the_properties(rabbit: Rabbit, other: Raw) -> None:
+    exchange = new_name("events")
+    seen: list[tuple[int, str, str | None]] = []
+
+    @subscriber(RabbitQueue(new_name("handled"), exchange=Exchange(exchange), bind="orders.*"))
+    async def handle(number: int, key: RoutingKey, properties: MessageProperties) -> None:
+        seen.append((number, key, properties.message_type))
+
+    async with App(handle, brokers={"default": RabbitBroker(rabbit.url)}).running():
+        await other.publish(exchange, "orders.created", b"1", message_type="created")
+        await eventually(lambda: seen)
+    assert seen == [(1, "orders.created", "created")]
+
+
+# ---------------------------------------------------------------------- ends
+
+
+async def test_the_pump_drops_what_was_lost_at_once(rabbit: Rabbit, transport: TransportName) -> None:
+    """Nothing of a lost channel is begun any more; what runs is marked, and its settlement is counted."""
+    name = new_name()
+    begun: list[int] = []
+    marked: list[bool] = []
+    go = asyncio.Event()
+
+    @subscriber(name, workers=2)
+    async def handle(number: int, message: Message) -> None:
+        begun.append(number)
+        if len(begun) <= 2:
+            await go.wait()
+            assert isinstance(message, Delivery)
+            marked.append(message.lost)
+
+    app = App(handle, name="shop", brokers={"default": RabbitBroker(rabbit.url, transport=transport)})
+    async with app.running():
+        for number in range(10):
+            await app.publish(name, number)
+        await eventually(lambda: len(begun) == 2)
+        assert app.health().ok
+        await asyncio.to_thread(rabbit.close_connections)
+        pump = app.pumps[0]
+        await eventually(lambda: pump.counters.reopened == 1)
+        assert begun == [0, 1], "no worker was free, and what waited here was dropped"
+        go.set()
+        await eventually(lambda: len(begun) >= 12)
+        await eventually(lambda: pump.counters.settled >= 10)
+        assert marked == [True, True]
+        assert pump.counters.lost >= 10
+        await eventually(lambda: app.health().ok)
+    assert sorted(begun[2:]) == list(range(10))
+
+
+async def test_a_consumer_whose_queue_is_deleted_declares_it_again(
+    connection: RabbitConnection, other: Raw, transport: TransportName
+) -> None:
+    name = new_name()
+    async with member(connection, name) as taker:
+        await fill(connection, name, 3)
+        before = await taker.take(3)
+        await other.delete(f"{name}.shop")
+        await eventually(lambda: not taker.source.health().ok)
+        assert "was deleted" in taker.source.health().detail
+
+        async def comes() -> list[Delivery]:  # reopened by the fetch that failed
+            await send(connection, outgoing(name, b"after"))
+            return await taker.poll(0.2)
+
+        taken = await eventually(comes)
+        assert {delivery.body for delivery in taken} == {b"after"}
+        assert taker.source.health().ok
+        assert len(await taker.settle(before)) == 3
+        await taker.acknowledge(taken)
+
+
+@pytest.mark.parametrize("mode", ["passive", "off"])
+async def test_a_queue_that_we_may_not_declare_is_missed_for_good(
+    connection: RabbitConnection, other: Raw, mode: str
+) -> None:
+    source = RabbitQueue(await other.declare(new_name("there")), declare=mode)  # type: ignore[arg-type]
+    async with member(connection, source.name, source=source) as taker:
+        await other.delete(source.name)
+        await eventually(lambda: not taker.source.health().ok)
+        with pytest.raises(BrokerUnavailable, match="it was deleted"):
+            await taker.source.fetch(1, 1000)
+        with pytest.raises(NotFound, match=source.name):
+            await taker.source.reopen()
+        assert not await other.exists(source.name), "and nothing was declared"
+
+
+async def test_an_app_ends_with_a_clear_error_when_its_queue_is_gone(rabbit: Rabbit, other: Raw) -> None:
+    queue = await other.declare(new_name("there"))
+
+    @subscriber(RabbitQueue(queue, declare="passive"), dead_letter=None)
+    async def handle(number: int) -> None: ...
+
+    async def lives() -> None:
+        async with asyncio.timeout(20), App(handle, brokers={"default": RabbitBroker(rabbit.url)}).running():
+            await other.delete(queue)
+            await asyncio.Event().wait()
+
+    with pytest.raises(NotFound, match=f"no queue '{queue}'"):
+        await lives()
+
+
+async def test_every_subscriber_consumes_again_after_a_restart(own_rabbit: OwnRabbit, transport: TransportName) -> None:
+    """Red while the server is away, green when there is a ConsumeOk again, and nothing lost."""
+    handled: dict[str, set[int]] = {"a": set(), "b": set()}
+
+    @subscriber("a", workers=4)
+    async def first(number: int) -> None:
+        handled["a"].add(number)
+
+    @subscriber("b")
+    async def second(number: int) -> None:
+        handled["b"].add(number)
+
+    app = App(first, second, brokers={"default": RabbitBroker(own_rabbit.facts.url, transport=transport)})
+    async with app.running():
+        for number in range(50):
+            await app.publish("a", number)
+            await app.publish("b", number)
+        await asyncio.to_thread(own_rabbit.stop)
+        await eventually(lambda: not app.health().ok)
+        await asyncio.to_thread(own_rabbit.start)
+        back = time.monotonic()
+        await eventually(lambda: app.health().ok, 20)
+        assert time.monotonic() - back < 10
+
+        async def sent() -> bool:
+            try:
+                await app.publish("a", 50)
+                await app.publish("b", 50)
+            except Exception:
+                return False
+            return True
+
+        await eventually(sent, 20)
+        await eventually(lambda: all(numbers == set(range(51)) for numbers in handled.values()), 20)
+
+
+async def test_one_consumer_of_an_order_at_a_time(connection: RabbitConnection, rabbit: Rabbit) -> None:
+    """Two members of an ordered group; the one that has the queue is cut off, and the other goes on, in order."""
+    name = new_name()
+    async with (
+        connected(rabbit) as second_connection,
+        member(connection, name, ordered_by="key") as first,
+        member(second_connection, name, ordered_by="key") as second,
+    ):
+        await fill(connection, name, 600)
+        taken = await first.take(400)
+        await second.expect_nothing(0.3)
+        await first.acknowledge(taken[:100])
+        await first.close()
+        rest = await second.take(500)
+        assert [int(delivery.body) for delivery in rest] == list(range(100, 600))
+        await second.acknowledge(rest)
+
+
+async def test_an_ordered_subscriber_of_an_unordered_group_is_refused(connection: RabbitConnection) -> None:
+    name = new_name()
+    async with member(connection, name):
+        pass
+    with pytest.raises(Exception, match="x-single-active-consumer is none, declared was"):
+        await connection.open(Subscription(name, "shop", ordered_by="key"))
+
+
+async def test_who_stops_gives_back_at_once_what_nobody_has_fetched(connection: RabbitConnection, other: Raw) -> None:
+    name = new_name()
+    async with member(connection, name) as taker:
+        await fill(connection, name, 50)
+        taken = await taker.take(10)
+        await other.left(f"{name}.shop", 0)
+        await taker.stop()
+        await other.left(f"{name}.shop", 40)
+        await taker.acknowledge(taken)
+    await other.left(f"{name}.shop", 40)
+
+
+@pytest.mark.parametrize("in_order", [True, False], ids=["multiples", "singles"])
+async def test_a_shutdown_loses_no_acknowledgement(
+    rabbit: Rabbit, transport: TransportName, other: Raw, in_order: bool
+) -> None:
+    name = new_name()
+    async with connected(rabbit, transport=transport) as connection:
+        taker = Member(connection, await connection.open(Subscription(name, "shop")), 20.0)
+        await fill(connection, name, 1000)
+        taken: Sequence[Delivery] = await taker.take(1000)
+        if not in_order:
+            taken = [*taken[1:], taken[0]][::-1]
+        await taker.settle(taken)
+        # No flush: closing must be enough.
+        await taker.source.close()
+        await other.left(f"{name}.shop", 0)
+
+
+async def test_a_connection_that_closes_closes_its_sources_first(rabbit: Rabbit, transport: TransportName) -> None:
+    name = new_name()
+    async with connected(rabbit, transport=transport) as connection:
+        source = await connection.open(Subscription(name, "shop"))
+        await fill(connection, name, 300)
+        taken = [*await source.fetch(300, 10**9)]
+        while len(taken) < 300:
+            taken += await source.fetch(300, 10**9)
+        assert list(await source.settle([Settlement(delivery, ACK) for delivery in taken])) == []
+    async with raw(rabbit) as other:
+        await other.left(f"{name}.shop", 0)
+
+
+async def test_who_takes_too_long_is_told_at_half_the_time(
+    rabbit: Rabbit, transport: TransportName, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = new_name()
+    async with (
+        connected(rabbit, transport=transport, consumer_timeout=1.0) as connection,
+        member(connection, name) as taker,
+    ):
+        await fill(connection, name, 5)
+        taken = await taker.take(5)
+        await taker.acknowledge(taken[:2])
+
+        def warnings() -> list[str]:
+            return [r.getMessage() for r in caplog.records if "consumer_timeout" in r.getMessage()]
+
+        with caplog.at_level(logging.WARNING, "streamfw.rabbit"):
+            await eventually(warnings)
+            await taker.acknowledge(taken[2:])
+            assert len(warnings()) == 1, "once"
+            assert "consumer_timeout, 1 s" in warnings()[0]
+
+
+async def test_two_sources_of_an_exclusive_queue(connection: RabbitConnection, rabbit: Rabbit) -> None:
+    """It is the connection's; another gets it when that is gone."""
+    source = RabbitQueue(new_name("mine"), type="classic", exclusive=True, auto_delete=True)
+    async with member(connection, source.name, source=source), connected(rabbit) as second:
+        with pytest.raises(BrokerUnavailable, match="405"):
+            await second.open(Subscription(source.name, source=source))
