@@ -34,7 +34,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
-from aiokafka.errors import IllegalGenerationError, KafkaError, RebalanceInProgressError, UnknownMemberIdError
+from aiokafka.errors import (
+    IllegalGenerationError,
+    IllegalStateError,
+    KafkaError,
+    RebalanceInProgressError,
+    UnknownMemberIdError,
+)
 
 from streamfw.broker import Subscription
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
@@ -254,11 +260,21 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             raise translated(error, f"moving group {self._subscription.group!r}") from error
         finally:
             if not (self.rebalancing or self.gate or self.closed):  # else it opens when that is over, or never
-                for tp, part in self.parts.items():
-                    self.consumer.seek(tp, part.mark.end)
-                pump.release(drop=_is_gone)
                 self.gate = True
+                self.rewind()
+                pump.release(drop=_is_gone)
                 self.opened.set()
+
+    def rewind(self) -> None:
+        """Read on from where we are. What the client had taken of some partitions when it raised for another is lost:
+        its positions are past that, and ours are not."""
+        if not self.gate:
+            return  # everything is seeked before it opens
+        for tp, part in self.parts.items():
+            try:
+                self.consumer.seek(tp, part.mark.end)
+            except IllegalStateError:  # other topics match its pattern since a moment ago: a rebalance follows
+                return
 
     def check_still(self, rebalances: int, moving: bool = False) -> None:
         """Raises `BrokerUnavailable` unless the partitions are what they were after so many rebalances."""

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from hashlib import sha256
 
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
@@ -17,10 +18,11 @@ from streamfw.message import Outgoing
 
 from .admin import Topics
 from .client import GroupConsumer, fresh_assignor
-from .errors import translated
+from .errors import DRIVER_ERRORS, translated
 from .group import Membership
+from .nodes import diagnosed
 from .settings import Settings, client_arguments
-from .topic import Topic, topic_of, whole
+from .topic import Topic, name_mistake, topic_of, whole
 from .transactions import Transactions
 
 __all__ = ["Opening"]
@@ -68,8 +70,7 @@ class Opening:
             thrown_out=self._thrown_out,
         )
         try:
-            async with asyncio.timeout(self.settings.connect_timeout):
-                await consumer.start()
+            await self._start(consumer)
             await self._subscribe(consumer, membership)
             membership.check()
         except (KafkaError, OSError, TimeoutError) as error:
@@ -80,17 +81,23 @@ class Opening:
             raise
         return membership
 
+    async def _start(self, consumer: GroupConsumer) -> None:
+        try:
+            async with asyncio.timeout(self.settings.connect_timeout):
+                await consumer.start()
+        except DRIVER_ERRORS as error:
+            raise await diagnosed(error, f"connecting to read {self.topic.name!r}", self.settings) from error
+
     def _made(self) -> GroupConsumer:
         settings = self.settings
         arguments = client_arguments(settings) | {
             # A join is a request, too, and takes as long as the slowest member of the group.
             "request_timeout_ms": round((settings.rebalance_timeout + 5) * 1000),
         }
-        instance = settings.static_member and f"{settings.static_member}.{self.topic.name}"
         return GroupConsumer(
             fresh_assignor(),
             group_id=self.subscription.group,
-            group_instance_id=instance if self.topic.partitions is None else None,
+            group_instance_id=self._instance(),
             session_timeout_ms=round(settings.session_timeout * 1000),
             heartbeat_interval_ms=round(settings.heartbeat * 1000),
             rebalance_timeout_ms=round(settings.rebalance_timeout * 1000),
@@ -99,6 +106,15 @@ class Opening:
             isolation_level=settings.isolation,
             **arguments,
         )
+
+    def _instance(self) -> str | None:
+        """The name of this member where it is static: each subscriber of a process is one, also several in a group."""
+        who, topic = self.settings.static_member, self.topic
+        if who is None or topic.partitions is not None:
+            return None
+        if name_mistake(name := f"{who}.{topic.name}") is None:  # the server's rule for these names is the same
+            return name
+        return f"{who[:200]}.{sha256(name.encode()).hexdigest()[:32]}"
 
     async def _subscribe(self, consumer: GroupConsumer, membership: Membership) -> None:
         topic = self.topic
@@ -167,7 +183,9 @@ class Opening:
             return earliest
         # Those that were added later are read from their beginning: we may have noticed them late.
         there = self._there or {}
-        old = {tp: end for tp, end in there.items() if tp in earliest and tp.topic not in self._known}
+        # And so is a retry topic: what is in it was ours before.
+        not_old = {*self._known, self.retry_name}
+        old = {tp: end for tp, end in there.items() if tp in earliest and tp.topic not in not_old}
         found = await self.offsets_of(start, old) if start != LATEST else old
         begin = {tp: max(found.get(tp) or 0, offset) for tp, offset in earliest.items()}
         log.info("%r: begins at %s", self.subscription, {f"{tp.topic}-{tp.partition}": at for tp, at in begin.items()})

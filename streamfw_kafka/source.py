@@ -141,10 +141,12 @@ class KafkaSource(Source):
         except (NoOffsetForPartitionError, OffsetOutOfRangeError) as error:
             await self._out_of_range(error)
             return []
-        except UnicodeDecodeError:
-            self._tolerate()
+        except UnicodeDecodeError:  # of a header's name
+            tolerate()
+            group.rewind()
             return []
         except KafkaError as error:
+            group.rewind()  # before anything suspends: the next commit would believe the client's position
             if self._stopped:
                 return []
             group.check()  # what it was interrupted for says more
@@ -163,14 +165,6 @@ class KafkaSource(Source):
             else:
                 found += self._make(part, some)
         return self._within(found, max_bytes)
-
-    def _tolerate(self) -> None:
-        """A header's name is not UTF-8, and aiokafka has raised. What it had taken of other partitions by then is lost:
-        its position is past that, and ours is not."""
-        tolerate()
-        if self.group.gate:
-            for tp, part in self.group.parts.items():
-                self.group.consumer.seek(tp, part.mark.end)
 
     async def _getmany(self, most: int) -> dict[TopicPartition, list[Any]]:
         consumer, settings, parts, served = self.group.consumer, self._settings, self.group.parts, self._served

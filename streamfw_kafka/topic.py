@@ -10,7 +10,7 @@ import msgspec
 
 from streamfw.broker import Position, Subscription
 
-__all__ = ["Topic", "topic_of", "whole"]
+__all__ = ["Topic", "name_mistake", "topic_of", "whole"]
 
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 

@@ -15,8 +15,9 @@ from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssigno
 from streamfw import App, subscriber
 from streamfw.errors import BrokerError, BrokerRefused
 from streamfw.testing.conformance._kit import Member
-from streamfw_kafka import KafkaBroker
+from streamfw_kafka import KafkaBroker, Topic, nodes, opening
 from streamfw_kafka.group import Membership
+from streamfw_kafka.settings import Settings, client_arguments
 from tests.brokers.kafka_apps import (
     QUICK,
     all_committed,
@@ -29,6 +30,7 @@ from tests.brokers.kafka_apps import (
     numbers,
     offsets,
     source_of,
+    subscription,
     topic,
 )
 from tests.brokers.kafka_kit import desk, login_url, new_name
@@ -207,7 +209,7 @@ async def test_closing_is_bounded_while_the_server_is_away(own_kafka: OwnKafka, 
 
 
 @asynccontextmanager
-async def static(kafka: Kafka, name: str, group: str, who: str, **options: Any) -> AsyncIterator[Member]:
+async def static(kafka: Kafka, name: str | Topic, group: str, who: str, **options: Any) -> AsyncIterator[Member]:
     async with member(kafka, name, group, broker=broker_of(kafka, static_member=who, **options)) as one:
         yield one
 
@@ -225,6 +227,14 @@ async def test_a_static_member_that_restarts_moves_no_partition(kafka: Kafka) ->
             assert group_of(one).rebalances == before
             await fill(kafka, name, [b"new"], partition=min(theirs))
             assert offsets(await again.take(1)) == [(min(theirs), 10)]
+
+
+async def test_a_static_member_may_have_any_subscriber(kafka: Kafka) -> None:
+    """Whatever its name is and however long: the server has rules for names of members, too."""
+    name = await filled(kafka, 10)
+    for called in ("every one", "x" * 249):
+        async with static(kafka, Topic(called, pattern=name), new_name("group"), "w" * 240) as one:
+            assert len(await one.take(10)) == 10
 
 
 async def test_two_processes_with_one_static_member_are_told(kafka: Kafka) -> None:
@@ -268,6 +278,23 @@ async def test_a_wrong_password_is_terminal(kafka: Kafka) -> None:
         broker = KafkaBroker(login_url(kafka.sasl, login, password="wr0ng"), **QUICK)
         said = await refused(kafka, broker, new_name("group"), name)
         assert "check user, password and sasl= in the URL" in said and "wr0ng" not in said
+
+
+async def test_a_password_that_is_wrong_by_now_is_terminal_when_joining(
+    kafka: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections for questions are open still. Of a login that was refused aiokafka only says that it is "unable
+    to bootstrap"."""
+    name, login = await topic(kafka), kafka.logins["SCRAM-SHA-256"]
+    async with KafkaBroker(login_url(kafka.sasl, login), **QUICK).connect() as connection:
+
+        def changed(settings: Settings) -> dict[str, Any]:
+            return client_arguments(settings) | {"sasl_plain_password": "wr0ng"}
+
+        for module in (nodes, opening):
+            monkeypatch.setattr(module, "client_arguments", changed)
+        with pytest.raises(BrokerRefused, match="check user, password and sasl="):
+            await connection.open(subscription(name, new_name("group")))
 
 
 async def test_members_with_another_assignor_are_terminal(kafka: Kafka) -> None:

@@ -9,14 +9,16 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.consumer import fetcher
+from aiokafka.errors import CorruptRecordException
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.structs import ConsumerRecord
 
 from streamfw import TOMBSTONE, Batch, Message, subscriber
+from streamfw.errors import BrokerUnavailable
 from streamfw.message import CONTENT_TYPE, CORRELATION_ID, ERROR, ERROR_TYPE, ORIGIN, ORIGIN_OFFSET, ORIGIN_PARTITION
 from streamfw_kafka import Offset, Partition
 from streamfw_kafka.wire import MESSAGE_ID
-from tests.brokers.kafka_apps import all_committed, app_of, fill, member, offsets, topic
+from tests.brokers.kafka_apps import all_committed, app_of, broker_of, committed, fill, member, offsets, topic
 from tests.brokers.kafka_kit import desk, new_name, outgoing, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
@@ -283,6 +285,37 @@ async def test_a_poison_record_larger_than_what_we_publish_goes_aside_as_well(ka
     async with app_of(kafka, handle).running():
         await all_committed(kafka, name)
     assert [letter.value for letter, _ in await letters(kafka, name)] == [poison]
+
+
+async def test_a_batch_that_is_broken_loses_nothing_of_others(kafka: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiokafka raises, and forgets what it had taken of other partitions in the same call, but not that it had: its
+    position is past them, and must not be committed."""
+    name, group = await topic(kafka, 2), new_name("group")
+    for partition in range(2):
+        await fill(kafka, name, [b"%d" % partition] * 5, partition=partition)
+    getall, broken = fetcher.FetchResult.getall, 0
+
+    def breaking(result: Any, *arguments: Any) -> Any:
+        nonlocal broken
+        if result._topic_partition == first[-1] and not broken:
+            broken += 1
+            raise CorruptRecordException(f"Invalid CRC - {result._topic_partition}")
+        return getall(result, *arguments)
+
+    async with member(kafka, name, group, broker=broker_of(kafka, commit_every=0.01)) as one:
+        source: Any = one.source
+        client = source.group.consumer
+        await eventually(lambda: all(client.buffered(tp) for tp in source.group.parts))
+        first = [*client._fetcher._records]  # the last of them breaks
+        monkeypatch.setattr(fetcher.FetchResult, "getall", breaking)
+        with pytest.raises(BrokerUnavailable, match="Invalid CRC"):
+            await source.fetch(100, 2**20)
+        assert broken == 1
+        ticks = client.heartbeats
+        await eventually(lambda: client.heartbeats > ticks + 1)  # with commits between them
+        assert set((await committed(kafka, name, group)).values()) == {0}
+        await one.reopen()
+        assert sorted(offsets(await one.take(10))) == [(p, at) for p in (0, 1) for at in range(5)]
 
 
 # ------------------------------------------------------------------ compression

@@ -221,6 +221,16 @@ async def add_partitions(kafka: Kafka, name: str, count: int) -> None:
         await eventually(there)
 
 
+async def test_a_retry_topic_is_read_from_its_beginning(kafka: Kafka) -> None:
+    """Wherever its topic begins: what is in it was the group's already."""
+    name = await filled(kafka, 10)
+    await fill(kafka, await kafka.create_topic(f"{name}.shop.retry", 1), [b"before"])
+    for start in ("latest", datetime.now(UTC) + timedelta(hours=1)):
+        async with member(kafka, Topic(name, start=start, retry_topic=f"{name}.shop.retry"), new_name("group")) as one:
+            assert [(d.name, d.body) for d in await one.take(1)] == [(name, b"before")]
+            await one.expect_nothing(0.2)
+
+
 async def test_an_app_begins_where_its_topic_says(kafka: Kafka) -> None:
     name = await filled(kafka, 10)
     seen: list[int] = []
