@@ -185,6 +185,7 @@ class _Run:
         self.members, self.group, self.chance, self.storm, self.server = members, group, chance, storm, server
         self.events: Counter[str] = Counter()
         self.of_server: Counter[str] = Counter()
+        self._share = 0.0  # of the messages that may flow by now
         self._thawing: set[asyncio.Task[None]] = set()
 
     # -- what happens
@@ -194,6 +195,7 @@ class _Run:
         left = Counter({kind: (events + number) // 4 for number, kind in enumerate(KINDS)})
         while left.total():
             kind = await self._next(left)
+            self._share = (self.events.total() + 1.5) / events
             await asyncio.sleep(self.chance.uniform(0.05, 1.2) if self.storm else self.chance.uniform(0.1, 0.6))
             await self._do(kind)
             left[kind] -= 1
@@ -203,6 +205,7 @@ class _Run:
                 await self._harm(self.server)
             if not self.storm:
                 await self.group.until(len(self.members.names))
+        self._share = 1.0
         await asyncio.gather(*self._thawing)
         await self.group.until(len(self.members.names))
 
@@ -264,14 +267,13 @@ class _Run:
 
     # -- what flows
 
-    async def publish(self, bootstrap: str, topic: str, messages: int, events: int) -> None:
-        """At `RATE`, but never far ahead of what happens: messages flow during all of it."""
+    async def publish(self, bootstrap: str, topic: str, messages: int) -> None:
+        """At `RATE`, from shortly before each event on, but never far ahead: messages flow during all of them."""
         began, published = time.monotonic(), 0
         async with AIOKafkaProducer(bootstrap_servers=bootstrap, linger_ms=5, enable_idempotence=True) as producer:
             sent = []
             while published < messages:
-                share = (self.events.total() + 1.5) / max(events, 1)
-                due = min(messages, int(share * messages), published + int((time.monotonic() - began) * RATE))
+                due = min(messages, int(self._share * messages), published + int((time.monotonic() - began) * RATE))
                 began = time.monotonic()
                 for number in range(published, due):
                     key = number % KEYS
@@ -323,7 +325,7 @@ async def rebalance_run(
 
 async def _together(run: _Run, bootstrap: str, topic: str, messages: int, events: int) -> None:
     async with asyncio.TaskGroup() as both:
-        both.create_task(run.publish(bootstrap, topic, messages, events))
+        both.create_task(run.publish(bootstrap, topic, messages))
         both.create_task(run.harm(events))
 
 

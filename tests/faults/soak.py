@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from tests.faults.cuts import cut_run
 from tests.faults.kafka_cuts import kafka_cut_run
+from tests.faults.kafka_transactions import copy_run
 from tests.faults.kills import KillRun, kill_run, poison_run
 from tests.faults.ledger import Verdict
 from tests.faults.operations import reload_run, service_run
@@ -190,6 +191,13 @@ def _kafka_cuts(server: OwnKafka, directory: Path, seed: int, messages: int = 2_
     }
 
 
+def _transactions(server: OwnKafka, directory: Path, seed: int) -> Counts:
+    run = asyncio.run(copy_run(server.facts, seed=seed, messages=4_000, kills=8, batch=(0, 20)[seed % 2]))
+    assert not run.lost, f"{len(run.lost)} lost, for example {run.lost[:3]}"
+    assert not run.twice, f"{len(run.twice)} seen twice, for example {run.twice[:3]}"
+    return {"kills": run.kills, "published": run.messages, "handled": len(run.seen), "lost": 0, "duplicates": 0}
+
+
 SUITES: tuple[Suite[Any], ...] = (
     Suite(
         "postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills, _postgres
@@ -238,6 +246,13 @@ SUITES: tuple[Suite[Any], ...] = (
         5,
         _harmed,
         _three_kafkas,
+    ),
+    Suite(
+        "kafka-transactions",
+        "copiers from topic to topic in transactions, killed; every other round in batches",
+        5,
+        _transactions,
+        _kafka,
     ),
     Suite("kafka-cuts", "connections and the one server cut under a running app", 5, _kafka_cuts, _kafka),
     Suite(
