@@ -213,6 +213,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         self.rebalancing = False
         self.gate = True
         self.opened.set()
+        self.tick.set()
 
     def _keeps(self, tp: TopicPartition, committed: int) -> bool:
         part = self.parts.get(tp)
@@ -309,10 +310,12 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
     # -- commits
 
     async def keep_committing(self) -> None:
-        """Commit each `commit_every` seconds, or after `commit_after` settled messages. Until it is cancelled."""
-        every = self._settings.commit_every
+        """Commit at once where partitions begin, or "latest" would be later after a crash; then each `commit_every`
+        seconds, or after `commit_after` settled messages. Until it is cancelled."""
+        every, wait = min(self._settings.commit_every, self._settings.max_poll_interval / 3), 0.0
         while True:
-            await self.tick.wait_for(every * random.uniform(0.8, 1.2))  # members of a group not all at once
+            await self.tick.wait_for(wait)
+            wait = every * random.uniform(0.8, 1.2)  # members of a group not all at once
             self.consumer.stay_polled()  # also with the gate shut
             if not self.gate:
                 continue

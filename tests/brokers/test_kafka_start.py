@@ -128,6 +128,17 @@ async def test_a_restart_before_anything_was_handled_does_not_jump(kafka: Kafka)
         assert [d.body for d in await one.take(1)] == [b"between"]
 
 
+async def test_where_it_begins_is_committed_at_once(kafka: Kafka) -> None:
+    """However seldom commits are: a process that is killed before its first would begin at a later "latest"."""
+    name, group = await filled(kafka, 10), new_name("group")
+
+    async def begun() -> bool:
+        return await committed(kafka, name, group) == {0: 5, 1: 5}
+
+    async with member(kafka, Topic(name, start="latest"), group, broker=broker_of(kafka, commit_every=60.0)):
+        await eventually(begun)
+
+
 async def test_reopening_does_not_jump_either(kafka: Kafka) -> None:
     """Killed before its first commit: the ends are those of the first opening."""
     name, group = await filled(kafka, 10), new_name("group")
