@@ -22,12 +22,14 @@ class Topic(msgspec.Struct, frozen=True):
     - `pattern`: a regular expression; every topic whose whole name it matches is read, also those that are created
       later (noticed within the broker's ``metadata_age``).
     - `partitions`: read these partitions and no others, outside the group's assignment: nobody moves them, and nobody
-      else takes them over. Their positions are still committed for the group.
-    - `start`: where a group without a committed position begins; what a group has committed always counts more. A
-      partition that is added to the topic later is read from its beginning.
+      else takes them over. Their positions are still committed for the group, which must have no other members.
+    - `start`: where a group without a committed position begins; what a group has committed always counts more. Offsets
+      that are not there become the nearest that are. A partition that is added to the topic later is read from its
+      beginning, and so is a retry topic.
     - `retry_topic`: pauses of at least `retry_after` seconds (``Retry(after=..)``, or of the subscriber's backoff) go
       through a topic of their own, so that they do not hold the partition's position back: True for
-      ``<name>.<group>.retry``, or its name. It must exist, or the broker must have ``create_topics``. Refused with
+      ``<name>.<group>.retry``, or its name. It must exist, or the broker must have ``create_topics``. What waits is in
+      memory, up to the subscriber's `max_bytes`; the rest stays in the topic, and may be late. Refused with
       ``ordered_by=``, unless `overtaking` says that later messages may pass one that waits.
     - `mixed_batches`: a batch may hold messages of several partitions (default: of one).
     - `transactional_id`: the beginning of the transactional ids of ``transactional=True`` (default: group and topic);
