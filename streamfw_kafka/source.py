@@ -340,6 +340,15 @@ class KafkaSource(Source):
         self._stopped = True
         if hasattr(self, "group"):  # else its first opening was interrupted, or failed
             self.group.opened.set()
+            await self._end_fetch()
+
+    async def _end_fetch(self) -> None:
+        """A `getmany` that waits for the end of a rebalance is not to be waited for."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 2 * POLL
+        while self._fetching and loop.time() < end:
+            self.group.consumer.interrupt()  # more than once: it may be about to wait
+            await asyncio.sleep(0.01)
 
     def _require_open(self) -> None:
         if self._closed:

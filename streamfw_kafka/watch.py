@@ -157,6 +157,8 @@ class Watch:
         self._looked = now
         self._problems, self._details = [], []
         group = self._group
+        if group.failure is not None:
+            self._consumer.interrupt()  # again: a `getmany` may have been about to wait
         if group.failure is not None or group.closed:
             return
         if not self._consumer.coordinated and not self._manual:

@@ -373,6 +373,26 @@ async def test_one_without_partitions_knows_who_has_them(kafka: Kafka, monkeypat
         await one.healthy()
 
 
+def hang(source: KafkaSource) -> None:
+    """As when records arrive in a rebalance: a `getmany` that is under way looks, and waits for its end."""
+    waiters = source.group.consumer._fetcher._fetch_waiters
+    assert source._fetching and waiters
+    for waiter in list(waiters):
+        waiter.set_result(None)
+
+
+async def test_a_failure_is_heard_by_a_fetch_that_waits_for_a_rebalance(kafka: Kafka) -> None:
+    name = await filled(kafka, 4)
+    async with running(kafka, name) as one:
+        await one.handled(4)
+        never_join(one)
+        await eventually(lambda: one.source.group.rebalancing)
+        hang(one.source)
+        one.source.group.fail(BrokerUnavailable("seen by the watch"), "")
+        await eventually(lambda: one.reopened == 1)
+        await one.healthy("2 partitions, lag 0")
+
+
 async def test_a_stop_does_not_wait_for_a_rebalance(kafka: Kafka) -> None:
     """Also for one that begins while `getmany` is under way."""
     name = await topic(kafka)
@@ -391,6 +411,7 @@ async def test_a_stop_does_not_wait_for_a_rebalance(kafka: Kafka) -> None:
         coordinator._do_rejoin_group = never
         coordinator.request_rejoin()
         await eventually(lambda: source.group.rebalancing)
+        hang(source)
         await source.stop()
         async with asyncio.timeout(5):
             assert await fetching == ()
