@@ -73,6 +73,7 @@ _CODES: Final[dict[type[BaseException], int]] = {
 _PASSING: Final = re.compile(
     "down or inaccessible|stopped by supervisor|is down|timeout|exclusive use|limit", re.IGNORECASE
 )
+_QUOTED: Final = re.compile("'[^']*'")
 _INEQUIVALENT: Final = re.compile(
     r"inequivalent arg '(?P<argument>[^']*)' for (?P<kind>queue|exchange) '(?P<name>.*)' in vhost '.*': "
     r"received (?P<declared>.*) but current is (?P<actual>.*)"
@@ -119,7 +120,8 @@ class TopologyMismatch(PreconditionFailed):
 
 def is_fatal(closed: Closed) -> bool:
     """Whether the answer to a call or a handshake will stay the same until a person acts."""
-    return closed.code in (403, 404, 406, 530) and not _PASSING.search(closed.text)
+    said = _QUOTED.sub("", closed.text)  # a queue may be called "timeout", and an argument "x-delivery-limit"
+    return closed.code in (403, 404, 406, 530) and not _PASSING.search(said)
 
 
 def closing_error(closed: Closed, doing: str) -> BrokerError:
