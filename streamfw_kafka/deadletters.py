@@ -32,6 +32,7 @@ from streamfw.message import (
 
 from .admin import topic_name_mistake
 from .groups import partitions_of
+from .publish import Stored
 from .reading import Spans, reading
 from .wire import key_of, message_id_of, visible_headers
 
@@ -243,7 +244,7 @@ def _message(record: Any) -> Message:
 
 def _as_it_is(record: Any) -> Outgoing:
     letter = _message(record)
-    return Outgoing(
+    return Stored(
         name=letter.name, body=letter.body, message_id=letter.message_id, key=letter.key, headers=letter.headers
     )
 

@@ -30,13 +30,17 @@ from .sending import Sending
 from .settings import Settings
 from .wire import encoded, value_of
 
-__all__ = ["Publishing"]
+__all__ = ["Publishing", "Stored"]
 
 log = logging.getLogger("streamfw.kafka")
 
 _LIMIT: Final = "max.message.bytes"
 _SETTLING: Final = 5.0  # seconds after we first saw a topic in which not every node need know it
 _PACE: Final = 0.05  # seconds at least between two questions for leaders
+
+
+class Stored(Outgoing, gc=False):
+    """What is in a topic already and moves to another place: our own limits do not keep it where it must not stay."""
 
 
 class Publishing:
@@ -233,9 +237,9 @@ class Publishing:
 
 
 def _was_stored(message: Outgoing) -> bool:
-    """Whether it was in a topic already: a dead letter, or on the way to a retry topic. Kafka took it once, so our own
-    limits do not keep it where it must not stay."""
-    return ORIGIN_OFFSET in message.headers
+    """Whether it was in a topic already: what a person moves, a dead letter, or on the way to a retry topic. Kafka took
+    it once, so our own limits do not keep it where it must not stay."""
+    return isinstance(message, Stored) or ORIGIN_OFFSET in message.headers
 
 
 def _kind(error: BrokerError) -> type[PublishError]:

@@ -53,7 +53,11 @@ def list_letters(name: Name, broker: BrokerUrl = None, limit: Limit = 100) -> No
     shown = table("id", "time (UTC)", "origin", "attempt", "error", right=("attempt",))
     for letter in letters[:limit]:
         shown.add_row(
-            letter.message_id, _time(letter), Text(_origin(letter)), _text(letter, ORIGIN_ATTEMPT), Text(_error(letter))
+            safe(letter.message_id),
+            _time(letter),
+            Text(_origin(letter)),
+            _text(letter, ORIGIN_ATTEMPT),
+            Text(_error(letter)),
         )
     console().print(shown)
     if len(letters) > limit:
@@ -88,7 +92,7 @@ async def _by_id(found: DeadLetters, ids: Sequence[str]) -> Sequence[Message]:
 
 
 def _show(letter: Message) -> None:
-    say(letter.message_id, "bold")
+    say(safe(letter.message_id), "bold")
     shown = table("", "")
     shown.show_header = False
     shown.add_row("time", _time(letter))
@@ -99,7 +103,7 @@ def _show(letter: Message) -> None:
         shown.add_row("key", Text(_printable(letter.key.encode("utf-8", "surrogateescape"))))
     for header, value in letter.headers.pairs:
         if header not in (ERROR, ERROR_TYPE, ORIGIN, ORIGIN_GROUP, ORIGIN_ATTEMPT):
-            shown.add_row(f"header {header}", Text("(null)" if value is None else _printable(value)))
+            shown.add_row(safe(f"header {header}"), Text("(null)" if value is None else _printable(value)))
     console().print(shown)
     print(_body(letter.body), end="\n\n")
 
@@ -110,7 +114,7 @@ def _body(body: object) -> str:
         return repr(body)
     try:
         return safe(msgspec.json.format(body, indent=2).decode())
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: nested too deeply
         return _printable(body)
 
 
@@ -138,7 +142,10 @@ def _origin(letter: Message) -> str:
 def _time(letter: Message) -> str:
     if not letter.timestamp:
         return ""
-    return datetime.fromtimestamp(letter.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(letter.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):  # no year that a calendar has: somebody else wrote it
+        return f"{letter.timestamp:g}"
 
 
 # -- acting

@@ -219,15 +219,16 @@ async def test_a_crash_in_between_loses_nothing(
 
 
 async def test_what_cannot_be_published_again_is_not_taken_away(kafka: Kafka, on: KafkaConnection) -> None:
-    name = await dead(kafka, 1)
-    await fill(kafka, f"{name}.dead", [b"large" * 100])  # by somebody who may publish larger ones
-    ids = [f"{name}.dead-0-0", *await bury(on, name, b"small")]
-    async with connected(kafka, max_body=50) as narrow:
-        letters = await narrow.dead_letters(f"{name}.dead")
-        with pytest.raises(BrokerRefused, match=r"1 of 1 letters of .* could not be published, so none .* max_body=50"):
-            await letters.purge([ids[1]])
-        assert [m.message_id for m in await letters.list()] == ids
-        assert await letters.purge([ids[0]]) == 1
+    name = await topic(kafka, 1, max_message_bytes=1000)  # since a while
+    await kafka.create_topic(f"{name}.dead", 1)
+    ids = await bury(on, name, b"small", b"large" * 300)
+    letters = await on.dead_letters(f"{name}.dead")
+    said = r"1 of 2 letters of .* could not be published, so none .* larger than max\.message\.bytes=1000"
+    with pytest.raises(BrokerRefused, match=said):
+        await letters.requeue()
+    assert [m.message_id for m in await letters.list()] == ids
+    assert await letters.purge([ids[1]]) == 1
+    assert await letters.requeue() == 1
 
 
 async def test_a_compacted_topic_loses_no_records(kafka: Kafka, on: KafkaConnection) -> None:
