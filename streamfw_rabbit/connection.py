@@ -116,12 +116,16 @@ class RabbitConnection(Connection):
 
 
 async def _first(epochs: Epochs) -> None:
-    """Wait for a connection, or for the first attempt to fail."""
+    """Wait for a connection, or for an attempt at each host to fail."""
+    failed: list[BrokerError] = []
     while epochs.current is None:
-        if epochs.refused is None and epochs.last_error is not None:
-            raise epochs.last_error
         if epochs.refused is not None:
-            await epochs.connected(0)
+            await epochs.connected(0)  # raises
+        error = epochs.last_error
+        if error is not None and error not in failed:
+            failed.append(error)
+            if len(failed) >= len(epochs.options.hosts):
+                raise error
         await asyncio.sleep(_PACE)
 
 

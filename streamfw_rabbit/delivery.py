@@ -9,7 +9,7 @@ from streamfw.broker import Delivery, Order
 from streamfw.message import Headers
 
 from .channel import FieldValue, Properties, RawDelivery
-from .headers import ATTEMPT, FROM, LEFT, key_of, visible_headers
+from .headers import ATTEMPT, FROM, LEFT, key_of, malformed, visible_headers
 from .queue import KeyFrom
 from .retry import Ladder
 
@@ -69,15 +69,14 @@ def maker_of(name: str, ordered_by: Order | None, queue: str, key: KeyFrom, ladd
     whole: Hashable | None = queue if ordered_by == "partition" else None
 
     def make(raw: RawDelivery, epoch: int) -> RabbitDelivery:
-        table: Mapping[str, FieldValue]
-        properties = None
+        table: Mapping[str, FieldValue] = {}
+        headers: Headers | Properties
         try:
-            properties = raw.properties
+            headers = properties = raw.properties
             table = properties.headers
-        except ValueError:  # the sender's mistake: the message is there all the same
-            table = {}
-            if properties is None:
-                properties = Properties()
+        except ValueError as error:  # the sender's mistake: the message is there all the same
+            properties = Properties()
+            headers = malformed(error)
         key, attempt = None, 1
         if table:
             key = key_of(table)
@@ -92,7 +91,7 @@ def maker_of(name: str, ordered_by: Order | None, queue: str, key: KeyFrom, ladd
             key=key,
             attempt=attempt,
             timestamp=properties.timestamp or 0.0,
-            raw_headers=properties,
+            raw_headers=headers,
             lane=key if by_key else whole,
             epoch=epoch,
             tag=raw.tag,

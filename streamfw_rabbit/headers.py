@@ -45,6 +45,7 @@ __all__ = [
     "is_reserved",
     "key_of",
     "limited_by",
+    "malformed",
     "properties_of",
     "visible_headers",
 ]
@@ -140,10 +141,8 @@ def visible_headers(properties: Properties) -> Headers:
     """The headers of a message as its handler sees them."""
     try:
         table = properties.headers
-    except ValueError:
-        # Kept, so that it is not lost with the message; but nothing can be read from it.
-        raw = properties.raw_headers
-        return Headers.of((("malformed-headers", raw if isinstance(raw, bytes) else b""), *_natives(properties)))
+    except ValueError as error:
+        return malformed(error)
     pairs = [(name, _text(value)) for name, value in table.items() if not is_reserved(name)]
     pairs += _natives(properties)
     order = table.get(ORDER)
@@ -153,6 +152,12 @@ def visible_headers(properties: Properties) -> Headers:
     if not pairs and "x-death" not in table:
         return NO_HEADERS
     return Headers.of((*pairs, *_of_the_limit(table)))
+
+
+def malformed(error: ValueError) -> Headers:
+    """The headers of a message whose properties cannot be read: what is wrong with them. Most servers let pass text in
+    them that is no UTF-8; the message can be handled, or put aside, all the same."""
+    return Headers.of((("malformed-properties", str(error).encode(errors="replace")),))
 
 
 def _natives(properties: Properties) -> list[tuple[str, bytes | None]]:

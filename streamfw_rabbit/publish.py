@@ -5,7 +5,7 @@ whoever publishes to an exchange that does not exist, with all that is under way
 before it is first published to. The routing key is the message's key, or the name.
 
 Everything is mandatory (no queue takes it: `Unroutable`) and confirmed, but replies to ``amq.rabbitmq.reply-to.*``:
-for these, the server tells a mandatory message that it is unroutable also when it is not.
+for these, the server tells a mandatory message that it is unroutable also when it is not (see also `addresses`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from streamfw.errors import (
 )
 from streamfw.message import Outgoing
 
+from .addresses import Addresses
 from .channel import NACKED, Answer, Closed, Properties, Receipts, Returned
 from .epochs import Epochs
 from .errors import ChannelGone, NotFound
@@ -80,7 +81,9 @@ class Publishing:
         self._routes: dict[str, Route] = {}
         self._finding: dict[str, asyncio.Task[Route | PublishError]] = {}
         self._inboxes: dict[str, Lane] = {}
-        self._calls = 0
+        self._addresses = Addresses(settings)
+        self.calls = 0
+        """How many calls of `publish` wait for answers."""
         self._quiet: asyncio.Future[None] | None = None
         self._closed = False
         epochs.blocked_changed = self._blocked_changed
@@ -127,7 +130,7 @@ class Publishing:
     def _begun(self, count: int) -> tuple[Call, Receipts]:
         began = asyncio.get_running_loop().time()
         call = Call(Receipts(count), began, began + self._settings.publish_timeout, int(time.time()))
-        self._calls += 1
+        self.calls += 1
         self._lane.watch(call.receipts, call.deadline)
         return call, call.receipts
 
@@ -147,6 +150,9 @@ class Publishing:
                 key = _routing_key(message)
             if message.delay > 0:
                 exchange, key = await self._delayed(message, route, key, properties)
+            if not route.mandatory and not self._addresses.knows(key):
+                await self._reply(call, place, message, properties)
+                return
             lane = self._lane
             if properties.reply_to is not None and (asking := self._inboxes.get(properties.reply_to)) is not None:
                 lane = asking
@@ -171,6 +177,12 @@ class Publishing:
             raise _error(error.kind, message, str(error)) from error.__cause__
         except ChannelGone as error:
             raise _error(Unavailable, message, str(error)) from error
+
+    async def _reply(self, call: Call, place: int, message: Outgoing, properties: Properties) -> None:
+        error = await self._addresses.send(message, properties, call.deadline)
+        if error is not None:
+            raise error
+        call.receipts.answer(place, None)
 
     def _priority(self, message: Outgoing) -> int | None:
         """AMQP's priority, of which the larger comes first: the middle of those there are is that of priority 0."""
@@ -223,6 +235,7 @@ class Publishing:
         exchange = _EXCHANGE.search(closed.text)
         if closed.code == 404 and exchange is not None:
             self._routes.pop(exchange[1], None)
+        self._addresses.forget()
 
     def _blocked_changed(self, blocked: bool, text: str) -> None:
         self._lane.wake()
@@ -298,18 +311,19 @@ class Publishing:
             raise BrokerClosed("the connection to RabbitMQ was closed")
 
     def _call_ended(self) -> None:
-        self._calls -= 1
-        if not self._calls and self._quiet is not None and not self._quiet.done():
+        self.calls -= 1
+        if not self.calls and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
     async def close(self, deadline: float) -> None:
         """Take nothing more, and wait until `deadline` (of the loop's clock) for the answers to what is under way."""
         self._closed = True
-        if self._calls:
+        if self.calls:
             self._quiet = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._quiet}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         for lane in (self._lane, *self._inboxes.values()):
             lane.close()
+        await self._addresses.close()
 
 
 def _routing_key(message: Outgoing) -> str:

@@ -90,7 +90,7 @@ class RabbitSource(Source):
         self._waiter: asyncio.Future[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
         self._told_at = float("-inf")
-        self._moving: dict[asyncio.Task[None], int] = {}  # tasks that publish again, and the tags of what
+        self._moving: dict[tuple[int, int], asyncio.Task[None]] = {}  # what is being published again: epoch and tag
         self._trouble: str | None = None
         self._adopting: asyncio.Task[None] | None = None
         self._watching: asyncio.TimerHandle | None = None
@@ -262,12 +262,15 @@ class RabbitSource(Source):
                 retried = self._checked(settlements)
                 settlements = [one for one in settlements if not isinstance(one.outcome, Retry)]
                 break
+        moving = self._moving
         for settlement in settlements:
-            delivery = settlement.delivery
-            if delivery.epoch != epoch or not settled(delivery.tag):  # type: ignore[attr-defined]
+            delivery: RabbitDelivery = settlement.delivery  # type: ignore[assignment]
+            tag = delivery.tag
+            if delivery.epoch != epoch or (moving and (epoch, tag) in moving) or not settled(tag):
                 errors.append(self._stale(delivery))
         for delivery, after in retried:
-            if delivery.epoch != epoch or not self._tags.is_out(delivery.tag) or delivery.tag in self._moving.values():
+            tag = delivery.tag
+            if delivery.epoch != epoch or (epoch, tag) in moving or not self._tags.is_out(tag):
                 errors.append(self._stale(delivery))
             else:
                 self._move(delivery, after, delivery.attempt + 1)
@@ -317,9 +320,9 @@ class RabbitSource(Source):
     # -- again later
 
     def _move(self, delivery: RabbitDelivery, after: float, attempt: int) -> None:
-        task = asyncio.create_task(self._moved(delivery, after, attempt))
-        self._moving[task] = delivery.tag
-        task.add_done_callback(self._moving.pop)
+        place = (delivery.epoch, delivery.tag)
+        task = self._moving[place] = asyncio.create_task(self._moved(delivery, after, attempt))
+        task.add_done_callback(lambda _: self._moving.pop(place))
 
     async def _moved(self, delivery: RabbitDelivery, after: float, attempt: int) -> None:
         assert self._again is not None
@@ -372,7 +375,7 @@ class RabbitSource(Source):
         self._require_open()
         loop = asyncio.get_running_loop()
         if self._moving:
-            await asyncio.wait(set(self._moving), timeout=max(0.0, deadline - loop.time()))
+            await asyncio.wait(set(self._moving.values()), timeout=max(0.0, deadline - loop.time()))
         self._tell(step_over=True)
         channel = self._channel
         if channel is None:
@@ -411,7 +414,7 @@ class RabbitSource(Source):
         await self.stop()
         self._closed = True
         self._wake()
-        for task in (*self._moving, *([self._adopting] if self._adopting is not None else [])):
+        for task in (*self._moving.values(), *([self._adopting] if self._adopting is not None else [])):
             task.cancel()
         if self._watching is not None:
             self._watching.cancel()

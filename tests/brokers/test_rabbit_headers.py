@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from streamfw.message import ERROR, ERROR_TYPE, Headers, Outgoing
 from streamfw_rabbit import _content
 from streamfw_rabbit.channel import FieldValue, Properties
+from streamfw_rabbit.delivery import maker_of
 from streamfw_rabbit.headers import (
     ATTEMPT,
     FROM,
@@ -134,10 +135,30 @@ def test_what_the_server_adds_is_not_shown() -> None:
     assert visible_headers(came).pairs == (("tenant", b"acme"),)
 
 
-def test_a_table_that_cannot_be_read_is_kept_as_it_is() -> None:
+def test_a_table_that_cannot_be_read_is_said_to_be() -> None:
     came = Properties(raw_headers=b"\x05abc", correlation_id="c")
-    assert visible_headers(came).pairs == (("malformed-headers", b"\x05abc"), ("correlation-id", b"c"))
+    ((name, told),) = visible_headers(came).pairs
+    assert name == "malformed-properties"
+    assert b"malformed header table" in (told or b"")
     assert copied(came, {ATTEMPT: 2}).raw_headers == {ATTEMPT: 2}
+
+
+class Malformed:
+    """A delivery of which nothing but the body can be read."""
+
+    tag, body, consumer_tag, redelivered = 7, b"body", "", False
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"{name} is not UTF-8")
+
+
+@pytest.mark.parametrize("key", ["header", "routing_key"])
+def test_properties_that_cannot_be_read_cost_no_message(key: Any) -> None:
+    delivery = maker_of("orders", "key", "orders.shop", key, None)(Malformed(), 3)
+    assert (delivery.body, delivery.tag, delivery.epoch) == (b"body", 7, 3)
+    assert (delivery.message_id, delivery.key, delivery.attempt, delivery.timestamp) == ("", None, 1, 0.0)
+    assert delivery.headers.pairs == (("malformed-properties", b"properties is not UTF-8"),)
+    assert (delivery.exchange, delivery.routing_key) == ("", "")
 
 
 def test_a_dead_letter_of_the_server_tells_why() -> None:

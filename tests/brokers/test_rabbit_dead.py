@@ -1,0 +1,186 @@
+"""Dead letters on RabbitMQ: kept while nobody subscribes, moved by the server itself where a process dies, and what a
+person does with them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiormq.abc import AbstractChannel, DeliveredMessage
+
+from streamfw.errors import BrokerClosed, Unroutable
+from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Outgoing
+from streamfw_rabbit import Exchange, RabbitQueue, TopologyMismatch
+from streamfw_rabbit.connection import RabbitConnection
+from streamfw_rabbit.deadletters import adopt
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send
+from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.helpers import eventually
+from tests.services.rabbit import Rabbit
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    name: TransportName = request.param
+    return name
+
+
+@pytest.fixture
+async def connection(rabbit: Rabbit, transport: TransportName) -> AsyncIterator[RabbitConnection]:
+    async with connected(rabbit, transport=transport) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def other(rabbit: Rabbit) -> AsyncIterator[Raw]:
+    async with raw(rabbit) as opened:
+        yield opened
+
+
+def letter(dead: str, name: str, group: str, body: bytes = b"x", **options: Any) -> Outgoing:
+    headers = {ERROR: "broken", ORIGIN: name, ORIGIN_GROUP: group, ORIGIN_ATTEMPT: "1", "tenant": "acme"}
+    return outgoing(dead, body, headers=headers, **options)
+
+
+# ---------------------------------------------------------------------- kept, and adopted
+
+
+async def test_dead_letters_are_kept_until_a_group_subscribes(connection: RabbitConnection, other: Raw) -> None:
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        messages = [outgoing(dead, b"%d" % n, key="k", headers={"tenant": "a"}) for n in range(250)]
+        assert await send(connection, *messages) == [None] * 250
+        await other.left(dead, 250)
+        async with member(connection, dead, "first") as first:
+            taken = await first.take(250)
+            assert [delivery.body for delivery in taken] == [b"%d" % n for n in range(250)]
+            assert {(delivery.key, delivery.headers.pairs) for delivery in taken} == {("k", (("tenant", b"a"),))}
+            await first.acknowledge(taken)
+            assert await send(connection, outgoing(dead, b"later")) == [None]
+            later = await first.take(1)
+            await first.acknowledge(later)
+        await other.left(dead, 0)
+        await other.left(f"{dead}.first", 0)
+        async with member(connection, dead, "second") as second:
+            await second.expect_nothing(0.3)
+
+
+async def test_a_name_whose_last_group_is_withdrawn(connection: RabbitConnection, other: Raw) -> None:
+    name = new_name()
+    async with member(connection, name, dead_letter=f"{name}.dead"):
+        async with member(connection, f"{name}.dead", "g"):
+            pass
+        await connection.withdraw(f"{name}.dead", "g")
+        assert await send(connection, outgoing(f"{name}.dead")) == [None], "dead letters are kept again"
+        await other.left(f"{name}.dead", 1)
+    await connection.withdraw(name, "shop")
+    assert await send(connection, outgoing(name)) == [Unroutable]
+
+
+async def test_what_cannot_be_taken_over_stays(connection: RabbitConnection, other: Raw) -> None:
+    name = new_name()
+    async with member(connection, name, dead_letter=f"{name}.dead"):
+        assert await send(connection, *(outgoing(f"{name}.dead") for _ in range(3))) == [None] * 3
+        with pytest.raises(Exception, match="is gone"):
+            await adopt(connection.consuming, connection.publishing, f"{name}.dead", "no.such.queue")
+        await other.left(f"{name}.dead", 3)
+
+
+async def test_somebody_elses_exchange_keeps_no_dead_letters(connection: RabbitConnection, other: Raw) -> None:
+    """As a name it will do; as a dead letter it is refused, because it would lose what no group takes."""
+    name = new_name()
+    channel = await other.channel()
+    await channel.exchange_declare(name, exchange_type="fanout", durable=True)
+    async with member(connection, name) as taker:
+        assert await send(connection, outgoing(name)) == [None]
+        await taker.acknowledge(await taker.take(1))
+    with pytest.raises(TopologyMismatch, match="alternate-exchange is none"):
+        async with member(connection, new_name(), dead_letter=name):
+            pytest.fail("it was opened")
+
+
+# ---------------------------------------------------------------------- the net
+
+
+async def test_who_kills_its_process_each_time_ends_as_a_dead_letter(connection: RabbitConnection, other: Raw) -> None:
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        pass
+    assert await send(connection, outgoing(name, b"poison", key="k", headers={"tenant": "a"})) == [None]
+    channel = await other.channel()
+    await channel.basic_qos(prefetch_count=1)
+    for _ in range(21):  # as the death of its process does
+        message = await eventually(lambda: other_get(channel, f"{name}.shop"))
+        assert message is not None
+        await channel.basic_nack(message.delivery_tag or 0, requeue=True)
+    await other.left(dead, 1)
+    letters = await connection.dead_letters(dead)
+    (shown,) = await letters.list()
+    assert (shown.body, shown.key) == (b"poison", "k")
+    assert shown.headers["tenant"] == "a"
+    assert shown.headers[ERROR_TYPE] == "DeliveryLimit"
+    assert f"'{name}.shop'" in shown.headers[ERROR]
+    assert await letters.requeue() == 1
+    async with member(connection, name, dead_letter=dead) as taker:
+        (delivery,) = await taker.take(1)
+        assert (delivery.body, delivery.attempt, delivery.key) == (b"poison", 1, "k")
+        assert delivery.headers.pairs == (("tenant", b"a"),)
+        await taker.acknowledge([delivery])
+
+
+async def other_get(channel: AbstractChannel, queue: str) -> DeliveredMessage | None:
+    message = await channel.basic_get(queue)
+    return message if message.delivery_tag else None
+
+
+# ---------------------------------------------------------------------- what a person does
+
+
+async def test_listing_takes_nothing_away_and_keeps_the_order(connection: RabbitConnection, other: Raw) -> None:
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        await send(connection, *(letter(dead, name, "shop", b"%d" % n) for n in range(20)))
+        letters = await connection.dead_letters(dead)
+        for _ in range(30):  # more often than any delivery limit
+            assert [message.body for message in await letters.list(5)] == [b"%d" % n for n in range(5)]
+        await other.left(dead, 20)
+
+
+async def test_letters_of_a_queue_and_of_a_group_go_back_where_they_came_from(connection: RabbitConnection) -> None:
+    source = RabbitQueue(new_name("queue"), exchange=Exchange(new_name("events")), bind="#")
+    name, dead = new_name(), new_name("dead")
+    async with (
+        member(connection, source.name, "any", source=source, dead_letter=dead) as of_queue,
+        member(connection, name, "eu.shop", dead_letter=dead) as of_group,
+        member(connection, name, "other", dead_letter=dead) as bystander,
+    ):
+        await send(
+            connection,
+            letter(dead, source.name, "any", b"1"),
+            letter(dead, name, "eu.shop", b"2"),
+            letter(dead, name, "no such group", b"3"),
+            outgoing(dead, b"4"),
+        )
+        letters = await connection.dead_letters(dead)
+        assert await letters.requeue() == 2
+        assert [message.body for message in await letters.list()] == [b"3", b"4"], "who has no way back stays"
+        for taker, body in ((of_queue, b"1"), (of_group, b"2")):
+            (delivery,) = await taker.take(1)
+            assert (delivery.body, delivery.headers.pairs) == (body, (("tenant", b"acme"),))
+            await taker.acknowledge([delivery])
+        await bystander.expect_nothing(0.3)
+        assert await letters.purge() == 2
+
+
+async def test_a_queue_that_there_is_not_has_no_letters(rabbit: Rabbit, transport: TransportName) -> None:
+    async with connected(rabbit, transport=transport) as connection:
+        letters = await connection.dead_letters("nowhere")
+        assert (list(await letters.list()), await letters.requeue(), await letters.purge()) == ([], 0, 0)
+        assert await letters.purge(["an id"]) == 0
+    for call in (letters.list, letters.requeue, letters.purge):
+        with pytest.raises(BrokerClosed):
+            await call()
