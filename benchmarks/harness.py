@@ -15,6 +15,7 @@ Theory of operation
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ from .stats import interval, median
 
 __all__ = ["Case", "CaseResult", "Comparison", "Goal", "Sample", "Scenario", "Window", "measure"]
 
-Measure = Literal["speed", "cpu", "over"]
+Measure = Literal["speed", "cpu", "client", "over"]
 SECONDS = 5.0  # all rounds of a case together
 ROUNDS = 9  # the least that decides about a goal
 MOST_ROUNDS = 15
@@ -53,15 +54,19 @@ class Window:
 
     def __enter__(self) -> Window:
         gc.collect()
-        self._began = self._read()
+        server = self._served()
+        self._began = (*self._here(), server)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended = self._read()
+        here = self._here()  # first: to read the server's takes milliseconds of ours
+        self._ended = (*here, self._served())
 
-    def _read(self) -> tuple[float, float, float]:
-        server = tree_cpu(self._server) if self._server else 0.0
-        return time.perf_counter(), time.process_time() + sum(map(tree_cpu, self._clients)), server
+    def _here(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time() + sum(map(tree_cpu, self._clients))
+
+    def _served(self) -> float:
+        return tree_cpu(self._server) if self._server else 0.0
 
     def sample(self, count: int, **extra: float) -> Sample:
         wall, client, server = (b - a for a, b in zip(self._began, self._ended, strict=True))
@@ -73,8 +78,8 @@ class Goal:
     """What a case is compared by.
 
     ``speed``: messages a second over those of `reference`. ``cpu``: CPU a message (both sides) over that of
-    `reference`. ``over``: CPU a message above that of `reference`, in units of the scenario's unit case, divided by
-    `per`. A comparison without `at_least` and `at_most` is only shown.
+    `reference`; ``client``: our side's alone. ``over``: our side's CPU a message above that of `reference`, in the
+    scenario's unit, divided by `per`. A comparison without `at_least` and `at_most` is only shown.
     """
 
     measure: Measure
@@ -99,8 +104,9 @@ class Case:
 class Scenario:
     """Cases that are measured together. `cases` is entered for the time of the run: it holds the servers.
 
-    `unit` names the case whose cost is the unit of the measure ``over``. `seconds` is what all rounds of a case
-    measure together, at least.
+    `unit` names the case whose cost is the unit of the measure ``over``; or, where each case runs in a process of its
+    own, the figure of its samples (`Sample.extra`, in us) that says what the unit cost in that process. `seconds` is
+    what all rounds of a case measure together, at least.
     """
 
     name: str
@@ -198,11 +204,9 @@ def _rounds(scenario: Scenario, cases: Iterable[Case], trials: Mapping[str, floa
 
 
 def _compare(goal: Goal, name: str, samples: Mapping[str, Sequence[Sample]], unit: str | None) -> Comparison:
-    units = samples[unit] if unit is not None else samples[name]
-    values = [
-        _value(goal, own, other, one)
-        for own, other, one in zip(samples[name], samples[goal.reference], units, strict=True)
-    ]
+    others = samples[goal.reference]
+    units = _units(unit, samples, name, goal.reference)
+    values = [_value(goal, own, other, one) for own, other, one in zip(samples[name], others, units, strict=True)]
     middle, (low, high) = median(values), interval(values)
     met = None
     if goal.at_least is not None or goal.at_most is not None:
@@ -226,10 +230,20 @@ def _compare(goal: Goal, name: str, samples: Mapping[str, Sequence[Sample]], uni
     )
 
 
-def _value(goal: Goal, own: Sample, other: Sample, unit: Sample) -> float:
+def _units(unit: str | None, samples: Mapping[str, Sequence[Sample]], name: str, other: str) -> Sequence[float]:
+    """Seconds that the unit of ``over`` took, in each round."""
+    if unit is None:
+        return [math.nan] * len(samples[name])
+    if unit in samples:
+        return [sample.client / sample.count for sample in samples[unit]]
+    pairs = zip(samples[name], samples[other], strict=True)
+    return [(one.extra[unit] + another.extra[unit]) / 2e6 for one, another in pairs]
+
+
+def _value(goal: Goal, own: Sample, other: Sample, unit: float) -> float:
     if goal.measure == "speed":
         return (own.count / own.wall) / (other.count / other.wall)
-    ours, theirs = ((sample.client + sample.server) / sample.count for sample in (own, other))
     if goal.measure == "cpu":
-        return ours / theirs
-    return (ours - theirs) / (unit.client / unit.count) / goal.per
+        return ((own.client + own.server) / own.count) / ((other.client + other.server) / other.count)
+    ours, theirs = own.client / own.count, other.client / other.count
+    return ours / theirs if goal.measure == "client" else (ours - theirs) / unit / goal.per

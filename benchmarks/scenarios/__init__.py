@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 __all__ = ["LOOPS", "NAMES", "scenario"]
 
 # By name, the loop that it runs on unless told otherwise. `App.run` takes uvloop where it is installed.
-LOOPS = {"dispatch": "asyncio", "postgres": "uvloop", "postgres_locks": "uvloop", "code": "asyncio"}
+LOOPS = {
+    "dispatch": "asyncio",
+    "postgres": "uvloop",
+    "postgres_locks": "uvloop",
+    "kafka": "uvloop",
+    "code": "asyncio",
+}
 NAMES = tuple(LOOPS)
 
 

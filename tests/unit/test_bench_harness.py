@@ -71,6 +71,27 @@ def test_costs_over_a_reference_are_in_units() -> None:
     assert result.comparisons[0].median == pytest.approx(2.0)
 
 
+def test_a_unit_may_be_measured_in_the_process_of_each_case() -> None:
+    """The machine was twice as slow when ours ran: the unit is what it cost beside the two."""
+
+    def case(name: str, client: float, unit: float, *goals: Goal) -> Case:
+        return Case(name=name, run=lambda n: Sample(1000, 9.0, client, extra={"h() us": unit}), count=1, goals=goals)
+
+    hand = case("hand", 0.5, 50.0)
+    ours = case("ours", 2.0, 100.0, Goal(measure="over", reference="hand", at_most=20.1))
+    result = measure(scenario(hand, ours, unit="h() us"), rounds=2, report=quiet)[-1]
+    assert result.comparisons[0].median == pytest.approx(1500 / 75)
+    assert result.comparisons[0].met
+
+
+def test_our_own_side_is_compared_without_the_server() -> None:
+    hand = Case(name="hand", run=lambda n: took(1.0, 0.5, 0.5), count=1)
+    goals = [Goal(measure="client", reference="hand"), Goal(measure="cpu", reference="hand")]
+    ours = Case(name="ours", run=lambda n: took(1.0, 0.25, 1.75), count=1, goals=goals)
+    client, cpu = measure(scenario(hand, ours), rounds=1, report=quiet)[-1].comparisons
+    assert (client.median, cpu.median) == (0.5, 2.0)
+
+
 def test_rounds_rotate_and_a_trial_sizes_them() -> None:
     order: list[tuple[str, int]] = []
 
