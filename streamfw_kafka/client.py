@@ -21,8 +21,8 @@ from aiokafka.structs import OffsetAndMetadata
 
 __all__ = ["NOTHING", "NO_GENERATION", "GroupConsumer", "fresh_assignor"]
 
-# Where nobody has set up logging, Python prints errors; what aiokafka calls one, it mostly tries again, and what it does
-# not is raised here.
+# Where nobody has set up logging, Python prints errors; what aiokafka calls one, it mostly tries again, and what it
+# does not is raised here.
 logging.getLogger("aiokafka").addHandler(logging.NullHandler())
 log = logging.getLogger("streamfw.kafka")
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from datetime import datetime
 from hashlib import sha256
 
 from aiokafka import TopicPartition
@@ -20,6 +19,7 @@ from .admin import Topics
 from .client import GroupConsumer, fresh_assignor
 from .errors import DRIVER_ERRORS, translated
 from .group import Membership
+from .groups import offsets_of
 from .nodes import diagnosed
 from .settings import Settings, client_arguments
 from .topic import Topic, name_mistake, topic_of, whole
@@ -193,16 +193,10 @@ class Opening:
 
     async def offsets_of(self, to: Position, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         """Where a position is in these partitions; those that it does not name are left out."""
-        if to == EARLIEST:
-            return await self.topics.earliest(partitions)
-        if isinstance(to, Mapping):
-            named = {tp: to[tp.partition] for tp in partitions if tp.partition in to and tp.topic == self.topic.name}
-            return await self._nearest(named)
-        ends = await self.topics.latest(partitions)
-        if not isinstance(to, datetime):
-            return ends
-        found = await self.topics.at(partitions, to.timestamp())
-        return {tp: end if (offset := found.get(tp)) is None else offset for tp, end in ends.items()}
+        if not isinstance(to, Mapping):
+            return await offsets_of(self.topics, to, partitions)
+        named = {tp: to[tp.partition] for tp in partitions if tp.partition in to and tp.topic == self.topic.name}
+        return await self._nearest(named)
 
     async def _nearest(self, wanted: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
         """These offsets, within what is there: one behind the end would leave out what comes next."""
