@@ -59,7 +59,7 @@ LEFT: Final = "x-streamfw-left"
 FROM: Final = "x-streamfw-from"
 """Exchange and routing key of a message that was published again."""
 ORDER: Final = "x-streamfw-order"
-"""The names of all headers, in their order."""
+"""The names of all headers, in their order: a list in JSON, because streams keep no lists."""
 
 _RESERVED: Final = re.compile(
     r"x-streamfw-.*|x-death|x-(first|last)-death-.*|x-delivery-count|x-acquired-count|x-stream-offset|B?CC", re.DOTALL
@@ -113,7 +113,7 @@ def _fill(properties: Properties, table: dict[str, FieldValue], pairs: Iterable[
         last = name
         table[name] = value
     if not ordered:
-        table[ORDER] = [name for name, _ in pairs]
+        table[ORDER] = msgspec.json.encode([name for name, _ in pairs])
 
 
 def _native_text(value: bytes | None) -> str | None:
@@ -145,13 +145,21 @@ def visible_headers(properties: Properties) -> Headers:
         return malformed(error)
     pairs = [(name, _text(value)) for name, value in table.items() if not is_reserved(name)]
     pairs += _natives(properties)
-    order = table.get(ORDER)
-    if isinstance(order, list):
-        places = {name: place for place, name in enumerate(order) if isinstance(name, str)}
+    if ORDER in table:
+        places = _places(table[ORDER])
         pairs.sort(key=lambda pair: places.get(pair[0], len(places)))
     if not pairs and "x-death" not in table:
         return NO_HEADERS
     return Headers.of((*pairs, *_of_the_limit(table)))
+
+
+def _places(order: FieldValue) -> dict[str, int]:
+    """The place of each name; of what anybody else has written there, none."""
+    try:
+        names = msgspec.json.decode(order if isinstance(order, str | bytes) else b"", type=list[str])
+    except msgspec.MsgspecError:
+        return {}
+    return {name: place for place, name in enumerate(names)}
 
 
 def malformed(error: ValueError) -> Headers:
