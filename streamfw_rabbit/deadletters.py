@@ -16,8 +16,8 @@ import aiormq.exceptions
 from pamqp import commands
 
 from streamfw.broker import DeadLetters
-from streamfw.errors import BrokerClosed, BrokerUnavailable, Unroutable
-from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GROUP, Message, Outgoing
+from streamfw.errors import BrokerClosed, BrokerRefused, BrokerUnavailable, Unroutable
+from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GROUP, ORIGIN_OFFSET, Message, Outgoing
 
 from . import _content
 from .channel import Properties
@@ -165,7 +165,10 @@ class RabbitDeadLetters(DeadLetters):
 
     async def requeue(self, message_ids: Sequence[str] | None = None) -> int:
         """See `DeadLetters.requeue`. One that has no origin, or whose queue is gone, stays. Each is published first and
-        then acknowledged here: what ends in between leaves both."""
+        then acknowledged here: what ends in between leaves both.
+
+        Raises `BrokerRefused` at one that came from a stream: there every group would get it again.
+        """
         return await self._each(message_ids, self._put_back)
 
     async def purge(self, message_ids: Sequence[str] | None = None) -> int:
@@ -195,6 +198,11 @@ class RabbitDeadLetters(DeadLetters):
         properties = copied(one.properties, {})
         table = properties.raw_headers
         assert isinstance(table, dict)
+        if ORIGIN_OFFSET in table:
+            raise BrokerRefused(
+                f"message {properties.message_id} in {self._name!r} came from a stream, where every group would get it "
+                "again; subscribe to the dead letters to handle it"
+            )
         properties.raw_headers = {name: value for name, value in table.items() if name not in DEAD_LETTER_HEADERS}
         for queue in _origins(one):
             if await _passed_on(self._publishing, one, queue, properties, self._name):
