@@ -1,4 +1,5 @@
-"""Counted, not timed: what the code of the framework does for one message, on the memory broker.
+"""Counted, not timed: what the code of the framework does for one message, on the memory broker and for a record of
+Kafka that is at hand.
 
 Every count is a slope: the difference between a run of 2,000 messages and one of 1,000, a message. So neither the start
 nor the end of an app is in it. The pump's clock stands still, for it decides by time when to let the loop turn: the
@@ -12,7 +13,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,12 +21,13 @@ from typing import Any, Final
 
 import msgspec
 
-from streamfw import App, subscriber
+from streamfw import App, Batch, subscriber
 from streamfw.memory import MemoryBroker
 from streamfw.message import Headers, Outgoing, _endings, new_message_id
 
 from .apps import all_settled
-from .jobs import BODY, around, four, fresh, lifespan, noop
+from .jobs import BODY, Order, around, four, fresh, lifespan, noop
+from .prepared_topic import PreparedConsumer, prepared
 from .stats import median
 
 __all__ = [
@@ -37,13 +39,14 @@ __all__ = [
     "count_calls",
     "fill",
     "load_baseline",
+    "requests_to_read",
     "store_baseline",
 ]
 
 LOW, HIGH = 1000, 2000
 BASELINE: Final = Path(__file__).with_name("baseline.json")
 Job = Callable[
-    [int, AbstractContextManager[object]], Coroutine[Any, Any, None]
+    [int, AbstractContextManager[object]], Coroutine[Any, Any, object]
 ]  # enters the context for what is counted
 
 
@@ -135,6 +138,27 @@ def _stop_the_clock(app: App) -> None:
         one.make_plan = make_plan
 
 
+async def noop_batch(orders: list[Order]) -> None: ...
+
+
+async def _read(
+    count: int, counted: AbstractContextManager[object], handler: Any = noop, **options: Any
+) -> PreparedConsumer:
+    broker = prepared("orders", count, BODY)
+    app = App(subscriber("orders", **options)(fresh(handler)), brokers={"default": broker})
+    _stop_the_clock(app)
+    with counted:
+        async with app.running():
+            await all_settled(app, count)
+    return broker.consumer
+
+
+def requests_to_read(count: int, **options: Any) -> tuple[int, int]:
+    """How often an app calls ``getmany``, and how often it commits, for `count` records."""
+    consumer = asyncio.run(_read(count, nullcontext(), **options))
+    return consumer.calls, consumer.commits
+
+
 async def _publish(count: int, counted: AbstractContextManager[object]) -> None:
     _endings.clear()  # message ids are drawn for 256 at once
     async with App(brokers={"default": MemoryBroker()}).running() as app:
@@ -150,6 +174,10 @@ JOBS: dict[str, Job] = {
     "consume, one middleware": partial(_consume, handler=noop, middleware=1, workers=1),
     "consume, everything": partial(_consume, handler=four, middleware=1, workers=8, ordered_by="key", timeout=30.0),
     "publish": _publish,
+    "Kafka, workers=1": partial(_read, workers=1),
+    "Kafka, workers=8": partial(_read, workers=8),
+    "Kafka, keyed lanes, workers=8": partial(_read, workers=8, ordered_by="key"),
+    "Kafka, batches of 100": partial(_read, handler=noop_batch, batch=Batch(100)),
 }
 
 
