@@ -72,10 +72,18 @@ def run_directory(run_id: str) -> Path:
     directory.mkdir(mode=0o711, exist_ok=True)
     for path in (base, directory):
         path.chmod(0o711)
-    for home in base.glob("*/*"):
-        if home.parent != directory:
-            _remove_if_unused(home)
+    for other in base.iterdir():
+        if other != directory:
+            for home in _homes_in(other):
+                _remove_if_unused(home)
     return directory
+
+
+def _homes_in(run: Path) -> list[Path]:
+    try:
+        return list(run.iterdir())
+    except OSError:  # that run removes it just now
+        return []
 
 
 def _remove_if_unused(home: Path) -> None:
