@@ -213,6 +213,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         self.rebalancing = False
         self.gate = True
         self.opened.set()
+        self.resolved += self._settings.commit_after  # commit at once
         self.tick.set()
 
     def _keeps(self, tp: TopicPartition, committed: int) -> bool:
@@ -328,6 +329,8 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
                 await asyncio.wait([self._committing])
             finally:
                 self._committing = None
+            if self.resolved >= self._settings.commit_after:  # while it was on its way, and nobody heard the tick
+                wait = 0.0
 
     async def commit(self, seconds: float = math.inf) -> bool:
         """One attempt, for at most so long. True when everything that may be committed is; False when it was refused,

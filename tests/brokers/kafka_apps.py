@@ -19,6 +19,7 @@ from tests.helpers import eventually
 from tests.services.kafka import Kafka
 
 __all__ = [
+    "GROUP",
     "QUICK",
     "all_committed",
     "app_of",
@@ -33,6 +34,9 @@ __all__ = [
     "subscription",
     "topic",
 ]
+
+GROUP = new_name("shop")
+"""The group of apps and members unless they say otherwise: another one in each process that runs tests."""
 
 QUICK: dict[str, Any] = {
     "create_topics": True,
@@ -50,7 +54,7 @@ def broker_of(kafka: Kafka, **options: Any) -> KafkaBroker:
     return KafkaBroker(kafka.url, **(QUICK | options))
 
 
-def app_of(kafka: Kafka, *handlers: Any, name: str = "shop", drain_timeout: float = 5.0, **options: Any) -> App:
+def app_of(kafka: Kafka, *handlers: Any, name: str = GROUP, drain_timeout: float = 5.0, **options: Any) -> App:
     """An app of these subscribers on such a broker; `options` are the broker's."""
     return App(*handlers, name=name, brokers={"default": broker_of(kafka, **options)}, drain_timeout=drain_timeout)
 
@@ -107,7 +111,7 @@ def offsets(deliveries: Iterable[Delivery]) -> list[tuple[int, int]]:
     return [(one.partition, one.offset) for one in deliveries]  # type: ignore[attr-defined]
 
 
-def subscription(name: str | Topic, group: str = "shop", **options: Any) -> Subscription:
+def subscription(name: str | Topic, group: str = GROUP, **options: Any) -> Subscription:
     """What an app would make of it."""
     if isinstance(name, Topic):
         return Subscription(name.name, group, source=name, **options)
@@ -116,7 +120,7 @@ def subscription(name: str | Topic, group: str = "shop", **options: Any) -> Subs
 
 @asynccontextmanager
 async def member(
-    kafka: Kafka, name: str | Topic, group: str = "shop", *, broker: KafkaBroker | None = None, **options: Any
+    kafka: Kafka, name: str | Topic, group: str = GROUP, *, broker: KafkaBroker | None = None, **options: Any
 ) -> AsyncIterator[Member]:
     """A process of the group, driven by hand; closed in good order at the end."""
     async with (broker or broker_of(kafka)).connect() as connection:
@@ -127,14 +131,14 @@ async def member(
             await made.close()
 
 
-async def committed(kafka: Kafka, name: str, group: str = "shop") -> dict[int, int]:
+async def committed(kafka: Kafka, name: str, group: str = GROUP) -> dict[int, int]:
     """What the group has committed of a topic, by partition."""
     async with desk(kafka.url) as asked:
         partitions = [TopicPartition(name, number) for number in await asked.topics.partitions(name)]
         return {tp.partition: at for tp, at in (await asked.topics.committed(group, partitions)).items()}
 
 
-async def all_committed(kafka: Kafka, name: str, group: str = "shop") -> None:
+async def all_committed(kafka: Kafka, name: str, group: str = GROUP) -> None:
     """Wait until the group's lag is 0 in every partition."""
     async with desk(kafka.url, isolation="read_committed") as asked:
         ends = await asked.topics.ends(name)

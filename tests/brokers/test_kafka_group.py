@@ -19,6 +19,7 @@ from streamfw_kafka import KafkaBroker, Topic, nodes, opening
 from streamfw_kafka.group import Membership
 from streamfw_kafka.settings import Settings, client_arguments
 from tests.brokers.kafka_apps import (
+    GROUP,
     QUICK,
     all_committed,
     app_of,
@@ -72,7 +73,7 @@ async def test_two_subscribers_of_an_app_in_one_group(kafka: Kafka) -> None:
         await all_committed(kafka, two)
         assert {tp.topic for tp in source_of(app, 0).group.parts} == {one}
         assert {tp.topic for tp in source_of(app, 1).group.parts} == {two}
-        async with member(kafka, one, "shop") as other:
+        async with member(kafka, one, GROUP) as other:
             await eventually(lambda: len(parts_of(other)) in (1, 2))
             await eventually(lambda: source_of(app, 1).group.gate and len(source_of(app, 1).group.parts) == 2)
         await fill(kafka, one, numbers(range(60, 90)))

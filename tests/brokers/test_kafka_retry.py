@@ -25,6 +25,7 @@ from streamfw_kafka import Topic
 from streamfw_kafka.retry import ATTEMPT, NOT_BEFORE, PUBLISHED, Waiting
 from streamfw_kafka.wire import MESSAGE_ID
 from tests.brokers.kafka_apps import (
+    GROUP,
     all_committed,
     app_of,
     committed,
@@ -80,7 +81,7 @@ async def test_a_short_pause_is_in_place_and_counted(kafka: Kafka) -> None:
         await all_committed(kafka, name)
     assert seen.attempts == [1, 2, 3]
     assert seen.at[1] - seen.at[0] > 0.045 and seen.at[2] - seen.at[1] > 0.09
-    assert await read(kafka, f"{name}.shop.retry") == []
+    assert await read(kafka, f"{name}.{GROUP}.retry") == []
     assert [headers[ORIGIN_ATTEMPT] for headers in await headers_of(kafka, f"{name}.dead")] == [b"3"]
 
 
@@ -119,7 +120,7 @@ async def test_a_long_pause_goes_by_the_retry_topic(kafka: Kafka) -> None:
     async with app_of(kafka, handle).running():
         await all_committed(kafka, name)
         assert seen.attempts == [1]
-        await all_committed(kafka, f"{name}.shop.retry")
+        await all_committed(kafka, f"{name}.{GROUP}.retry")
         await eventually(lambda: len(seen.messages) == 2)
     first, second = seen.messages
     assert seen.attempts == [1, 2] and seen.at[1] - seen.at[0] >= 1.0
@@ -127,7 +128,7 @@ async def test_a_long_pause_goes_by_the_retry_topic(kafka: Kafka) -> None:
         assert getattr(first, told) == getattr(second, told), told
     assert first.headers.pairs == second.headers.pairs == (*given,)
     assert (first.name, first.message_id, first.timestamp) == (name, f"{name}-1-0", 1_700_000_000.0)
-    ((record),) = await read(kafka, f"{name}.shop.retry")
+    ((record),) = await read(kafka, f"{name}.{GROUP}.retry")
     headers = dict(record.headers)
     assert (headers[ATTEMPT], headers[ORIGIN_PARTITION], headers[ORIGIN_OFFSET]) == (b"2", b"1", b"0")
 
@@ -145,7 +146,7 @@ async def test_a_pause_of_the_backoff_goes_there_as_well_and_survives_a_restart(
         await all_committed(kafka, name)
     assert seen.attempts == [1]
     async with app_of(kafka, handle).running():
-        await all_committed(kafka, f"{name}.shop.retry")
+        await all_committed(kafka, f"{name}.{GROUP}.retry")
     assert seen.attempts == [1, 2] and seen.at[1] - seen.at[0] >= 2.0
     (letter,) = await headers_of(kafka, f"{name}.dead")
     assert letter[ORIGIN_ATTEMPT] == b"2"
@@ -162,13 +163,13 @@ async def test_its_attempts_end_in_the_dead_letter_of_the_original(kafka: Kafka)
         raise Retry(after=0.05)
 
     await fill(kafka, name, [b"before"] * 3, partition=1)
-    async with member(kafka, name, "shop") as one:  # what is before it is done already
+    async with member(kafka, name, GROUP) as one:  # what is before it is done already
         await one.acknowledge(await one.take(3))
     await fill(kafka, name, [b"it"], partition=1, headers=[("tenant", b"one")])
     async with app_of(kafka, handle).running():
         await all_committed(kafka, name)
         await eventually(lambda: len(seen.attempts) == 4)
-        await all_committed(kafka, f"{name}.shop.retry")
+        await all_committed(kafka, f"{name}.{GROUP}.retry")
     assert seen.attempts == [1, 2, 3, 4]
     ((record),) = await read(kafka, f"{name}.dead")
     assert record.value == b"it"
@@ -178,7 +179,7 @@ async def test_its_attempts_end_in_the_dead_letter_of_the_original(kafka: Kafka)
         ERROR: b"LookupError: never",
         ERROR_TYPE: b"LookupError",
         ORIGIN: name.encode(),
-        ORIGIN_GROUP: b"shop",
+        ORIGIN_GROUP: GROUP.encode(),
         ORIGIN_ATTEMPT: b"4",
         ORIGIN_PARTITION: b"1",
         ORIGIN_OFFSET: b"3",
@@ -224,7 +225,7 @@ async def test_a_retried_message_keeps_its_key_apart_though_others_may_pass(kafk
         assert order == ["first 1", "second 1", "third 1"]
         await fill(kafka, name, [b"more"] * 100, key=b"k")
         await all_committed(kafka, name)
-        await all_committed(kafka, f"{name}.shop.retry")
+        await all_committed(kafka, f"{name}.{GROUP}.retry")
     assert len(order) == 104 and "first 2" in order
 
 
@@ -257,7 +258,7 @@ async def test_what_kafka_took_once_goes_there(kafka: Kafka, value: bytes | None
     await fill_bare(kafka, name, None, value)
     async with app_of(kafka, handle).running():
         await eventually(lambda: seen.attempts == [1, 2])
-        await all_committed(kafka, f"{name}.shop.retry")
+        await all_committed(kafka, f"{name}.{GROUP}.retry")
     assert seen.messages[0].body == seen.messages[1].body
 
 
@@ -309,7 +310,7 @@ async def test_retry_headers_on_the_topic_itself_mean_nothing(kafka: Kafka) -> N
 @pytest.mark.parametrize("strange", [b"", b"-1", b"x", b"\xff", b"9" * 40, None])
 async def test_strange_records_on_the_retry_topic_are_due_and_first(kafka: Kafka, strange: bytes | None) -> None:
     name, seen = await topic(kafka, 1), Seen()
-    retry = await kafka.create_topic(f"{name}.shop.retry", 1)
+    retry = await kafka.create_topic(f"{name}.{GROUP}.retry", 1)
     names = (ATTEMPT, NOT_BEFORE, PUBLISHED, ORIGIN_PARTITION, ORIGIN_OFFSET)
 
     @subscriber(Topic(name, retry_topic=True))
@@ -331,7 +332,7 @@ async def test_strange_records_on_the_retry_topic_are_due_and_first(kafka: Kafka
 async def test_a_retry_that_cannot_be_published_keeps_the_original(kafka: Kafka) -> None:
     """The retry topic is deleted while running: nothing is settled, health tells it, and it goes on with a new one."""
     name, seen = await topic(kafka, 1), Seen()
-    retry = await kafka.create_topic(f"{name}.shop.retry", 1)
+    retry = await kafka.create_topic(f"{name}.{GROUP}.retry", 1)
     await kafka.create_topic(f"{name}.dead", 1)
 
     @subscriber(Topic(name, retry_topic=True, retry_after=0.0))
@@ -383,7 +384,7 @@ async def test_a_retry_while_the_server_is_away_is_kept(own_kafka: OwnKafka) -> 
         await asyncio.to_thread(own_kafka.start)
         await eventually(lambda: [m.body for m in seen.messages].count(b"1") >= 2, 30.0)
         await all_committed(kafka, name)
-        await all_committed(kafka, f"{name}.shop.retry")
+        await all_committed(kafka, f"{name}.{GROUP}.retry")
     assert {m.body for m in seen.messages} == {b"0", b"1", b"2"}
     assert await read(kafka, f"{name}.dead") == []
 

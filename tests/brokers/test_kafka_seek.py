@@ -12,11 +12,13 @@ from aiokafka import TopicPartition
 from aiokafka.errors import RequestTimedOutError
 
 from streamfw import App, Message, Retry, subscriber
+from streamfw.broker import Position
 from streamfw.errors import BrokerUnavailable, PartitionRevoked
 from streamfw_kafka import Topic
 from streamfw_kafka.client import GroupConsumer
 from streamfw_kafka.group import Membership
 from tests.brokers.kafka_apps import (
+    GROUP,
     all_committed,
     app_of,
     committed,
@@ -44,6 +46,19 @@ def recording(name: str | Topic, **options: Any) -> tuple[Callable[..., Awaitabl
     return handle, seen
 
 
+async def seek(app: App, handler: Callable[..., Awaitable[None]], to: Position) -> None:
+    """Again where partitions are just moving: a client that learns of its topic late joins once more."""
+
+    async def done() -> bool:
+        try:
+            await app.seek(handler, to)
+        except BrokerUnavailable:
+            return False
+        return True
+
+    await eventually(done)
+
+
 # ------------------------------------------------------------------ where to
 
 
@@ -53,7 +68,7 @@ async def test_back_to_the_beginning(kafka: Kafka) -> None:
     async with app_of(kafka, handle).running() as app:
         await all_committed(kafka, name)
         seen.clear()
-        await app.seek(handle, "earliest")
+        await seek(app, handle, "earliest")
         await eventually(lambda: len(seen) == 10)
         await all_committed(kafka, name)
     assert sorted(seen) == list(range(10))
@@ -72,7 +87,7 @@ async def test_ahead_to_the_end_leaves_out_what_is_at_hand(kafka: Kafka) -> None
 
     async with app_of(kafka, handle, rebalance_drain=0.0).running() as app:
         await began.wait()
-        await app.seek(handle, "latest")
+        await seek(app, handle, "latest")
         assert await committed(kafka, name) == {0: 1000, 1: 1000}
         let_go.set()
         await fill(kafka, name, [b"2000"], partition=1)
@@ -89,7 +104,7 @@ async def test_to_a_time(kafka: Kafka) -> None:
     handle, seen = recording(name)
     async with app_of(kafka, handle).running() as app:
         await all_committed(kafka, name)
-        await app.seek(handle, datetime.fromtimestamp(1_700_000_003.5, UTC))
+        await seek(app, handle, datetime.fromtimestamp(1_700_000_003.5, UTC))
         await eventually(lambda: len(seen) == 8)
     assert seen == [0, 1, 2, 3, 4, 5, 4, 5]
 
@@ -162,9 +177,9 @@ async def test_what_waits_in_a_retry_topic_stays(kafka: Kafka) -> None:
     async with app_of(kafka, handle).running() as app:
         await all_committed(kafka, name)
         await eventually(lambda: len(source_of(app)._waiting) == 1)
-        await app.seek(handle, {0: 1})
+        await seek(app, handle, {0: 1})
         await eventually(lambda: (0, 2) in seen)
-        await all_committed(kafka, f"{name}.shop.retry")
+        await all_committed(kafka, f"{name}.{GROUP}.retry")
     assert sorted(seen) == [(0, 1), (0, 2), (1, 1), (1, 1)]
 
 
@@ -258,10 +273,10 @@ async def test_while_partitions_move_it_is_unavailable_and_nothing_moves(kafka: 
         for to in ("latest", {0: 5}, {7: 0}):
             with pytest.raises(BrokerUnavailable, match="just moving; seek again"):
                 await app.seek(handle, to)
+        assert max((await committed(kafka, name)).values(), default=0) == 0
         let_go.set()
         other = await joining
         await eventually(lambda: source_of(app).group.gate)
-        assert max((await committed(kafka, name)).values()) <= 1
         await other.__aexit__(None, None, None)
 
 

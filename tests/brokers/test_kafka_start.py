@@ -15,6 +15,7 @@ from streamfw_kafka import Topic
 from streamfw_kafka.client import GroupConsumer
 from streamfw_kafka.opening import Opening
 from tests.brokers.kafka_apps import (
+    GROUP,
     all_committed,
     app_of,
     broker_of,
@@ -235,9 +236,11 @@ async def add_partitions(kafka: Kafka, name: str, count: int) -> None:
 async def test_a_retry_topic_is_read_from_its_beginning(kafka: Kafka) -> None:
     """Wherever its topic begins: what is in it was the group's already."""
     name = await filled(kafka, 10)
-    await fill(kafka, await kafka.create_topic(f"{name}.shop.retry", 1), [b"before"])
+    await fill(kafka, await kafka.create_topic(f"{name}.{GROUP}.retry", 1), [b"before"])
     for start in ("latest", datetime.now(UTC) + timedelta(hours=1)):
-        async with member(kafka, Topic(name, start=start, retry_topic=f"{name}.shop.retry"), new_name("group")) as one:
+        async with member(
+            kafka, Topic(name, start=start, retry_topic=f"{name}.{GROUP}.retry"), new_name("group")
+        ) as one:
             assert [(d.name, d.body) for d in await one.take(1)] == [(name, b"before")]
             await one.expect_nothing(0.2)
 

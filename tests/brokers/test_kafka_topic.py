@@ -15,6 +15,7 @@ from streamfw.errors import BrokerRefused, TooLarge
 from streamfw_kafka import KafkaBroker, Topic
 from streamfw_kafka.client import GroupConsumer, fresh_assignor
 from tests.brokers.kafka_apps import (
+    GROUP,
     all_committed,
     app_of,
     broker_of,
@@ -115,7 +116,7 @@ async def test_a_topic_that_does_not_exist_is_refused_with_what_is_near(kafka: K
 @pytest.mark.parametrize("missing", ["dead letter", "retry topic"])
 async def test_its_other_topics_must_exist_as_well(kafka: Kafka, missing: str) -> None:
     name = await topic(kafka)
-    there, lacks = (f"{name}.dead", f"{name}.shop.retry")[:: 1 if missing == "retry topic" else -1]
+    there, lacks = (f"{name}.dead", f"{name}.{GROUP}.retry")[:: 1 if missing == "retry topic" else -1]
     await kafka.create_topic(there)
     with pytest.raises(BrokerRefused, match=f"topic '{lacks}' does not exist"):
         async with member(
@@ -140,7 +141,7 @@ async def test_missing_topics_are_made_where_asked(kafka: Kafka) -> None:
         await app.publish(name, 1)
         await eventually(lambda: seen == [1])
     async with desk(kafka.url) as asked:
-        for each in (name, f"{name}.dead", f"{name}.shop.retry"):
+        for each in (name, f"{name}.dead", f"{name}.{GROUP}.retry"):
             assert len(await asked.topics.partitions(each)) == 3, each
 
 
