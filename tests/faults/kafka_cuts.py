@@ -24,9 +24,9 @@ import msgspec
 from streamfw import App, Message, OutcomeUnknown, PublishError, subscriber
 from streamfw_kafka import KafkaBroker
 from tests.brokers.kafka_cut import cut_everything
-from tests.faults.kafka_ledger import MemberLedger, recording
+from tests.faults.kafka_ledger import MemberLedger, read, recording
 from tests.faults.kafka_reader import lag
-from tests.faults.rebalance_oracle import Fate, Findings, Pauses, judge, read
+from tests.faults.rebalance_oracle import Fate, Findings, Pauses, judge
 from tests.helpers import eventually
 from tests.services.kafka import OwnKafka
 

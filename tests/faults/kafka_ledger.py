@@ -22,8 +22,10 @@ import asyncio
 import itertools
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +38,7 @@ from streamfw_kafka.assignment import KafkaDelivery, Part
 from streamfw_kafka.client import GroupConsumer
 from streamfw_kafka.group import Membership
 
-__all__ = ["MemberLedger", "recording"]
+__all__ = ["Commit", "Handled", "Log", "MemberLedger", "Owner", "read", "recording"]
 
 STANDSTILL = 0.25  # seconds that the loop may be late before it is written down
 _COUNTED = ("kept", "fresh", "fenced", "rebalances", "commits", "refused")
@@ -169,7 +171,102 @@ def recording(ledger: MemberLedger) -> Iterator[None]:
         yield
 
 
-def lines_of(directory: Path) -> Iterator[tuple[str, Sequence[str]]]:
+# ---------------------------------------------------------------------- reading it
+
+
+@dataclass(slots=True)
+class Handled:
+    began: int
+    ended: int
+    partition: int
+    offset: int
+    owner: str
+    batch: int
+    stopped: bool = False  # its process stood still meanwhile
+
+    @property
+    def process(self) -> str:
+        return self.owner.rpartition(".")[0]
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.stopped else (self.ended - self.began) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A partition in one epoch of one process."""
+
+    name: str
+    at: int
+    generation: int
+    partition: int
+    start: int
+
+    @property
+    def process(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    sent: int
+    answered: int
+    generation: int
+    process: str
+    offsets: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class Log:
+    """What all processes wrote."""
+
+    handled: dict[int, list[Handled]] = field(default_factory=lambda: defaultdict(list))
+    owners: dict[str, Owner] = field(default_factory=dict)
+    commits: list[Commit] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    revoked: list[tuple[int, str, int]] = field(default_factory=list)  # when, who, generation
+    assigned: list[tuple[int, str, int]] = field(default_factory=list)
+    fenced: dict[str, int] = field(default_factory=dict)  # owners, and when their process heard of it
+    stood_still: list[tuple[int, str, int]] = field(default_factory=list)
+    gaps: Counter[int] = field(default_factory=Counter)
+    kept: int = 0
+    new: int = 0
+
+
+def read(directory: Path) -> Log:
+    """Read the ledgers in `directory`."""
+    log = Log()
+    for process, (kind, *words) in _lines(directory):
+        if kind == "H":
+            began, ended, identity, partition, offset, owner, batch = words
+            entry = Handled(int(began), int(ended), int(partition), int(offset), owner, int(batch))
+            log.handled[int(identity)].append(entry)
+        elif kind == "P":
+            at, generation, partition, start, name = words
+            log.owners[name] = Owner(name, int(at), int(generation), int(partition), int(start))
+        elif kind == "C":
+            sent, answered, generation, *moved = words
+            offsets = {int(p): int(o) for p, _, o in (each.partition(":") for each in moved)}
+            log.commits.append(Commit(int(sent), int(answered), int(generation), process, offsets))
+        elif kind == "X":
+            log.refused[words[3]] += 1
+        elif kind == "R":
+            log.revoked.append((int(words[0]), process, int(words[1])))
+        elif kind == "A":
+            log.assigned.append((int(words[0]), process, int(words[1])))
+            log.kept += int(words[3])
+            log.new += int(words[4])
+        elif kind == "E" and words[2] == "fenced":
+            log.fenced[words[1]] = int(words[0])
+        elif kind == "L":
+            log.stood_still.append((int(words[0]), process, int(words[1])))
+        elif kind == "G":
+            log.gaps[int(words[0])] += int(words[1])
+    return log
+
+
+def _lines(directory: Path) -> Iterator[tuple[str, Sequence[str]]]:
     """Each line of each process in `directory`, in words, with the process's name."""
     for path in sorted(directory.glob("*.log")):
         for line in path.read_text().splitlines():

@@ -7,6 +7,8 @@ is the newest that anybody had committed. Why it was repeated follows from what 
 - ``server``: something happened to the server, or to all connections, meanwhile.
 - ``starved``: the group took it for dead, and its own log shows that its event loop had stood still: a machine that is
   too busy for sessions of two seconds.
+- ``behind``: of messages in lanes, or in batches, one may have to wait while later ones of its partition are handled.
+  When the partition moves it is still open, and holds back what is done after it.
 - ``moved``: none of this, the partition was only given to somebody else. There must be none.
 """
 
@@ -16,16 +18,15 @@ import bisect
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tests.faults.kafka_ledger import lines_of
+from tests.faults.kafka_ledger import Handled, Log, Owner
 
-__all__ = ["Cost", "Fate", "Findings", "Log", "Pauses", "judge", "out_of_order", "read"]
+__all__ = ["Cost", "Fate", "Findings", "Pauses", "judge", "out_of_order"]
 
-Cause: TypeAlias = Literal["kill", "stop", "server", "starved", "moved"]
+Cause: TypeAlias = Literal["kill", "stop", "server", "starved", "behind", "moved"]
 SETTLING = 0.05  # seconds from a handler's end to its settlement, at most: groups wait for up to 0.02 s
 SESSIONS = 3  # so long before it was taken for dead (in sessions) a loop that stood still explains it
 
@@ -38,98 +39,6 @@ class Fate:
     kind: Literal["kill", "stop", "go on", "leave", "server"]
     process: str = ""
     until: int = 0
-
-
-@dataclass(slots=True)
-class Handled:
-    began: int
-    ended: int
-    partition: int
-    offset: int
-    owner: str
-    batch: int
-    stopped: bool = False  # its process stood still meanwhile
-
-    @property
-    def process(self) -> str:
-        return self.owner.rpartition(".")[0]
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.stopped else (self.ended - self.began) / 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """A partition in one epoch of one process."""
-
-    name: str
-    at: int
-    generation: int
-    partition: int
-    start: int
-
-    @property
-    def process(self) -> str:
-        return self.name.rpartition(".")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    sent: int
-    answered: int
-    generation: int
-    process: str
-    offsets: Mapping[int, int]
-
-
-@dataclass(slots=True)
-class Log:
-    """What all processes wrote."""
-
-    handled: dict[int, list[Handled]] = field(default_factory=lambda: defaultdict(list))
-    owners: dict[str, Owner] = field(default_factory=dict)
-    commits: list[Commit] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-    revoked: list[tuple[int, str, int]] = field(default_factory=list)  # when, who, generation
-    assigned: list[tuple[int, str, int]] = field(default_factory=list)
-    fenced: dict[str, int] = field(default_factory=dict)  # owners, and when their process heard of it
-    stood_still: list[tuple[int, str, int]] = field(default_factory=list)
-    gaps: Counter[int] = field(default_factory=Counter)
-    kept: int = 0
-    new: int = 0
-
-
-def read(directory: Path) -> Log:
-    """Read the ledgers in `directory`."""
-    log = Log()
-    for process, (kind, *words) in lines_of(directory):
-        if kind == "H":
-            began, ended, identity, partition, offset, owner, batch = words
-            entry = Handled(int(began), int(ended), int(partition), int(offset), owner, int(batch))
-            log.handled[int(identity)].append(entry)
-        elif kind == "P":
-            at, generation, partition, start, name = words
-            log.owners[name] = Owner(name, int(at), int(generation), int(partition), int(start))
-        elif kind == "C":
-            sent, answered, generation, *moved = words
-            offsets = {int(p): int(o) for p, _, o in (each.partition(":") for each in moved)}
-            log.commits.append(Commit(int(sent), int(answered), int(generation), process, offsets))
-        elif kind == "X":
-            log.refused[words[3]] += 1
-        elif kind == "R":
-            log.revoked.append((int(words[0]), process, int(words[1])))
-        elif kind == "A":
-            log.assigned.append((int(words[0]), process, int(words[1])))
-            log.kept += int(words[3])
-            log.new += int(words[4])
-        elif kind == "E" and words[2] == "fenced":
-            log.fenced[words[1]] = int(words[0])
-        elif kind == "L":
-            log.stood_still.append((int(words[0]), process, int(words[1])))
-        elif kind == "G":
-            log.gaps[int(words[0])] += int(words[1])
-    return log
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +107,8 @@ def judge(
     fifo: bool = True,
 ) -> Findings:
     """`published` are ids, and `maybe` those whose publish had an unknown outcome. `gapless`: the topic has neither
-    transactions nor compaction. `fifo`: handlers begin in the order of offsets (not with lanes), so what a kill repeats
-    can be bounded."""
+    transactions nor compaction. `fifo`: handlers begin in the order of offsets (not with lanes, nor in batches), so
+    what a kill repeats can be bounded, and nothing is repeated because it was done ``behind`` another."""
     lost = [identity for identity in published if identity not in log.handled]
     findings = Findings(published=len(published), handled=len(published) - len(lost))
     findings.wrong("ids were lost", lost)
@@ -207,7 +116,7 @@ def judge(
     if gapless:
         findings.wrong("partitions had gaps", sorted(log.gaps.items()))
     _leave_out_standstills(log, fates)
-    _judge_repeats(log, findings, _Causes(log, fates, session), fifo)
+    _judge_repeats(log, findings, _Causes(log, fates, session, fifo), fifo)
     _judge_commits(log, findings)
     _judge_batches(log, findings)
     _measure(log, findings)
@@ -232,33 +141,46 @@ def _leave_out_standstills(log: Log, fates: Sequence[Fate]) -> None:
 class _Causes:
     """Why a partition went from one owner to another."""
 
-    def __init__(self, log: Log, fates: Sequence[Fate], session: float) -> None:
+    def __init__(self, log: Log, fates: Sequence[Fate], session: float, fifo: bool) -> None:
         self._log, self._session, self._window = log, int(session * 1e9), int(SESSIONS * session * 1e9)
         self._fates: dict[str, list[Fate]] = defaultdict(list)
-        self._begins: dict[int, list[int]] = defaultdict(list)  # of the owners of a partition
-        for owner in log.owners.values():
-            bisect.insort(self._begins[owner.partition], owner.at)
+        self._next: dict[str, Owner] = {}  # the next owner of the same partition
+        owners = sorted(log.owners.values(), key=lambda owner: (owner.partition, owner.at))
+        for earlier, later in itertools.pairwise(owners):
+            if earlier.partition == later.partition:
+                self._next[earlier.name] = later
         for fate in sorted(fates, key=lambda fate: fate.at):
             if fate.kind in ("kill", "stop"):
                 self._fates[fate.process].append(fate)
         self._of_server = [fate for fate in fates if fate.kind == "server"]
+        self._handled: set[tuple[str, int]] | None = None if fifo else {
+            (entry.owner, entry.offset) for entries in log.handled.values() for entry in entries
+        }  # fmt: skip
 
     def fate(self, owner: Owner) -> Fate | None:
         """What befell its process while the partition was its own: before anybody else began."""
-        begins = self._begins[owner.partition]
-        place = bisect.bisect_right(begins, owner.at)
-        until = begins[place] if place < len(begins) else owner.at
+        later = self._next.get(owner.name)
+        until = later.at if later is not None else owner.at
         found = [fate for fate in self._fates[owner.process] if owner.at < fate.at < until]
         found += [fate for fate in self._of_server if fate.at < until and owner.at < fate.until + self._session]
         return found[-1] if found else None
 
-    def cause(self, owner: Owner) -> Cause:
-        """Why what it handled is handled by somebody else again."""
+    def cause(self, owner: Owner, offset: int) -> Cause:
+        """Why what it handled at `offset` is handled by somebody else again."""
         fate = self.fate(owner)
         if fate is not None:
             return "kill" if fate.kind == "kill" else "stop" if fate.kind == "stop" else "server"
         fenced = self._log.fenced.get(owner.name)
-        return "starved" if fenced is not None and self._stood_still(owner.process, fenced) else "moved"
+        if fenced is not None:
+            return "starved" if self._stood_still(owner.process, fenced) else "moved"
+        return "behind" if self._behind(owner, offset) else "moved"
+
+    def _behind(self, owner: Owner, offset: int) -> bool:
+        """Whether the next owner begins at a message that this one had not handled, and `offset` comes after it."""
+        later = self._next.get(owner.name)
+        if later is None or self._handled is None:
+            return False
+        return later.start < offset and (owner.name, later.start) not in self._handled
 
     def _stood_still(self, process: str, until: int) -> bool:
         return any(who == process and until - self._window < at <= until for at, who, _ in self._log.stood_still)
@@ -276,7 +198,7 @@ def _judge_repeats(log: Log, findings: Findings, causes: _Causes, fifo: bool) ->
         if len(owners) < len(entries):
             twice.append(f"{identity}: {entries}")
         for earlier, later in itertools.pairwise(owners):
-            cause = causes.cause(earlier)
+            cause = causes.cause(earlier, entries[0].offset)
             findings.duplicates[cause] += 1
             fate = causes.fate(earlier)
             if fate is not None and fate.kind == "kill":

@@ -24,8 +24,9 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
+from tests.faults.kafka_ledger import read
 from tests.faults.rebalance_member import SESSION
-from tests.faults.rebalance_oracle import Fate, Findings, judge, out_of_order, read
+from tests.faults.rebalance_oracle import Fate, Findings, judge, out_of_order
 from tests.helpers import eventually
 from tests.services.kafka import Kafka, OwnKafka
 

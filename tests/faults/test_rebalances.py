@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.kafka_ledger import read
 from tests.faults.rebalance_member import BATCH, COMMIT_EVERY
-from tests.faults.rebalance_oracle import Fate, Findings, judge, out_of_order, read
+from tests.faults.rebalance_oracle import Fate, Findings, judge, out_of_order
 from tests.faults.rebalances import Mode, rebalance_run
 from tests.services.kafka import Kafka, OwnKafka
 
@@ -61,10 +62,10 @@ COMMIT = ["C 40 50 1 0:2", "R 90 1 1"]
 SECOND_OWNER = ["P 100 2 0 2 two.1", "A 100 2 1 0 1", "H 110 120 2 0 2 two.1 0"]
 
 
-def judged(directory: Path, one: Sequence[str], two: Sequence[str], *fates: Fate, published: int = 3) -> Findings:
+def judged(directory: Path, one: Sequence[str], two: Sequence[str], *fates: Fate, fifo: bool = True) -> Findings:
     (directory / "one.log").write_text("\n".join(one) + "\n")
     (directory / "two.log").write_text("\n".join(two) + "\n")
-    return judge(read(directory), range(published), fates, session=2.0)
+    return judge(read(directory), range(3), fates, session=2.0, fifo=fifo)
 
 
 def test_the_oracle_has_no_objection_to_a_clean_move(tmp_path: Path) -> None:
@@ -124,6 +125,19 @@ def test_the_oracle_excuses_only_a_member_that_was_taken_for_dead_because_its_lo
     found = judged(tmp_path, [*FIRST, LATE, *still, f"E {80 + SECOND} one.1 {how}"], SECOND_OWNER)
     assert found.duplicates == {cause: 1}
     assert bool(found.faults) == (cause == "moved")
+
+
+@pytest.mark.parametrize("fifo", [True, False])
+def test_the_oracle_knows_what_was_done_behind_another_message(tmp_path: Path, fifo: bool) -> None:
+    one = [*FIRST[:3], "H 20 30 2 0 2 one.1 0", "C 40 50 1 0:1", "R 90 1 1"]  # 1 waits in its lane
+    two = ["P 100 2 0 1 two.1", "A 100 2 1 0 1", "H 110 120 1 0 1 two.1 0", "H 120 130 2 0 2 two.1 0"]
+    found = judged(tmp_path, one, two, fifo=fifo)
+    assert found.duplicates == {"moved" if fifo else "behind": 1}
+    assert bool(found.faults) == fifo
+    # But what is below the mark of the later owner is done.
+    late = judged(tmp_path, [*FIRST, LATE, *COMMIT[1:], "C 40 50 1 0:1"], [two[0], *two[2:]], fifo=fifo)
+    assert late.duplicates == {"moved": 2}
+    assert late.faults
 
 
 def test_the_oracle_bounds_what_a_kill_repeats(tmp_path: Path) -> None:
