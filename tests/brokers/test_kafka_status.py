@@ -45,7 +45,7 @@ def test_foreign_texts_beside_offsets_mean_nothing(text: str, facts: Facts | Non
 
 async def test_the_partitions_of_a_source(kafka: Kafka) -> None:
     name = await filled(kafka, 20, 2)
-    async with member(kafka, name) as one:
+    async with member(kafka, name, new_name("group")) as one:
         source: Any = one.source
         assert isinstance(source, KafkaSource)
         begun = time.time()
@@ -67,13 +67,13 @@ async def test_the_partitions_of_a_source(kafka: Kafka) -> None:
 async def test_what_is_open_is_told_again_when_it_has_changed(kafka: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
     """The offset stands, and others see all the same how much has gathered behind it; an idle group tells nothing."""
     monkeypatch.setattr(group, "TELL", 0.2)
-    name, tp = await filled(kafka, 3, 1), None
-    async with desk(kafka.url) as asked, member(kafka, name) as one:
+    name, group_name = await filled(kafka, 3, 1), new_name("group")
+    tp = TopicPartition(name, 0)
+    async with desk(kafka.url) as asked, member(kafka, name, group_name) as one:
         source: Any = one.source
-        tp = TopicPartition(name, 0)
 
         async def told() -> tuple[int, Facts | None] | None:
-            found = (await asked.topics.committed_with_text("shop", [tp])).get(tp)
+            found = (await asked.topics.committed_with_text(group_name, [tp])).get(tp)
             return None if found is None else (found[0], read_facts(found[1]))
 
         async def tells(offset: int, count: int, read: int) -> bool:
