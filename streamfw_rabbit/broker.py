@@ -14,6 +14,7 @@ from .connection import RabbitConnection, subscription_mistakes
 from .publish import REPLY_TO
 from .queue import Declare, RabbitQueue
 from .settings import Auth, Settings, TransportOption, parsed
+from .streams import Stream, capabilities_of_stream
 from .topology import retries
 
 __all__ = ["RabbitBroker"]
@@ -95,8 +96,11 @@ class RabbitBroker(Broker):
         )
 
     def capabilities_of(self, subscription: Subscription) -> Capabilities:
-        """Long pauses are waited for on the server where queues can be made for them. Priorities are the queue's."""
+        """Long pauses are waited for on the server where queues can be made for them. Priorities are the queue's. A
+        stream is a log."""
         source = subscription.source
+        if isinstance(source, Stream):
+            return capabilities_of_stream(self.capabilities)
         known = source is None or isinstance(source, RabbitQueue)
         return msgspec.structs.replace(
             self.capabilities,

@@ -18,6 +18,8 @@ from .queue import RabbitQueue
 from .replies import ReplySource
 from .settings import Settings, connection_options
 from .source import RabbitSource
+from .stream_source import StreamSource
+from .streams import Stream, stream_mistakes
 from .versions import OLDEST, require
 
 __all__ = ["RabbitConnection", "subscription_mistakes"]
@@ -36,7 +38,7 @@ class RabbitConnection(Connection):
         self.consuming = Epochs(connection_options(settings, "consuming"))
         self.publisher = Epochs(connection_options(settings, "publishing"))
         self.publishing = Publishing(self.publisher, self.consuming, settings)
-        self._sources: list[RabbitSource | ReplySource] = []
+        self._sources: list[RabbitSource | StreamSource | ReplySource] = []
         self.closed = False
 
     async def begin(self) -> None:
@@ -72,7 +74,9 @@ class RabbitConnection(Connection):
             raise
         return source
 
-    def _source(self, subscription: Subscription) -> RabbitSource:
+    def _source(self, subscription: Subscription) -> RabbitSource | StreamSource:
+        if isinstance(subscription.source, Stream):
+            return StreamSource(subscription, subscription.source, self.settings, self.consuming)
         plan = topology.plan_of(subscription, self.settings)
         retries = topology.retries(subscription, self.settings)
         return RabbitSource(subscription, plan, self.settings, self.consuming, self.publishing, retries)
@@ -147,9 +151,11 @@ async def _within(seconds: float, question: Coroutine[object, object, str | None
 def subscription_mistakes(subscription: Subscription, settings: Settings) -> list[str]:
     """What RabbitMQ cannot honour of a subscription, as sentences."""
     source = subscription.source
-    if source is not None and not isinstance(source, RabbitQueue):
+    if source is not None and not isinstance(source, RabbitQueue | Stream):
         return [f"{type(source).__name__} is not a source of RabbitBroker"]
     found = topology.plain_mistakes(subscription)
+    if isinstance(source, Stream):
+        return [*found, *stream_mistakes(subscription, source)]
     if isinstance(source, RabbitQueue):
         if subscription.dead_letter == source.name:
             found.append(

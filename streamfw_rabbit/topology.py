@@ -152,7 +152,7 @@ async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
     if plan.declare == "passive":
         await _look(epochs, plan)
         return
-    require_arguments(server, plan.source.type, plan.arguments, plan.where)
+    require_arguments(server, str(plan.arguments["x-queue-type"]), plan.arguments, plan.where)
     if plan.dead_letter is not None:
         await _declare_kept(epochs, plan.dead_letter, plan.where)
     if plan.exchange is not None:
