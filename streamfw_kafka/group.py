@@ -253,11 +253,16 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             await self._end_commit_in_flight()
             self.check_still(rebalances, moving=True)
             # As a commit: a rebalance that begins now awaits it before it commits anything itself.
-            self._committing = asyncio.ensure_future(self._commit_move(wanted))
-            await asyncio.wait([self._committing])
-            if self._committing.cancelled():
+            self._committing = moving = asyncio.ensure_future(self._commit_move(wanted))
+            try:
+                await asyncio.wait([moving])
+            except asyncio.CancelledError:
+                moving.cancel()
+                await asyncio.wait([moving])
+                raise
+            if moving.cancelled():
                 raise TimeoutError
-            self._committing.result()
+            moving.result()
         except (KafkaError, TimeoutError) as error:
             raise translated(error, f"moving group {self._subscription.group!r}") from error
         finally:

@@ -370,3 +370,32 @@ async def test_a_seek_without_an_answer_is_taken_back(kafka: Kafka, monkeypatch:
 
         await eventually(taken_back)
         assert offsets(await one.take(7)) == [(0, at) for at in range(3, 10)]
+
+
+@pytest.mark.parametrize("to", ["earliest", "latest"])
+async def test_a_seek_that_is_cancelled_is_taken_back(
+    kafka: Kafka, monkeypatch: pytest.MonkeyPatch, to: Position
+) -> None:
+    """Whoever waited for it did not wait long enough: it may have arrived as well."""
+    name, group = await filled(kafka, 10, 1), new_name("group")
+    commit, sent = GroupConsumer.commit_once, asyncio.Event()
+
+    async def stuck(consumer: GroupConsumer, *arguments: Any) -> None:
+        monkeypatch.setattr(GroupConsumer, "commit_once", commit)
+        await commit(consumer, *arguments)
+        sent.set()
+        await asyncio.Event().wait()
+
+    async with member(kafka, name, group) as one:
+        await one.acknowledge(await one.take(3))
+        await one.flush()
+        monkeypatch.setattr(GroupConsumer, "commit_once", stuck)
+        seeking = asyncio.create_task(one.source.seek(to))
+        await sent.wait()
+        seeking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await seeking
+        taken = await one.take(7)
+        assert offsets(taken) == [(0, at) for at in range(3, 10)]
+        await one.acknowledge(taken)
+    assert await committed(kafka, name, group) == {0: 10}
