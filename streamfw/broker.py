@@ -380,6 +380,8 @@ class Connection(ABC):
     async def open(self, subscription: Subscription) -> Source:
         """Register the group and open its source. Raises a `BrokerError`; no delivery is out before it returns.
 
+        Called concurrently for the subscribers of an app, and may be cancelled: then nothing stays open.
+
         A group stays registered when its sources close: it gets what is published meanwhile. The first group of a name
         gets what was published before (where `Capabilities.kept`), a later one what comes after (or, on a log, all
         that is kept). Sources of one group compete, also two that were opened by one connection. Where nothing is kept,

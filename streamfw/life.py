@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .broker import Broker, Connection, Position
-from .build import Built
+from .build import Built, BuiltSubscriber
 from .config import Settings, near
 from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning, Unsupported
 from .lifespan import find_state
@@ -173,14 +173,32 @@ class Life:
 
     async def _start(self) -> None:
         for one in self._built.subscribers:
-            pump = one.pump = Pump(one.make_plan(one.source), self.failed)
-            await self._patiently(one.declaration.where, partial(pump.open, self.connection(one.broker)))
-            self.pumps.append(pump)
+            one.pump = Pump(one.make_plan(one.source), self.failed)
+        await self._open_all()
+        self.pumps = [one.pump for one in self._built.subscribers]
         for pump in self.pumps:
             pump.start()
         brokers = {name: broker.describe() for name, broker in self._built.brokers.items()}
         facts = {"app": self._settings.name, "brokers": brokers}
         logger.info("%s runs with %d subscribers", self._settings.name, len(self.pumps), extra=facts)
+
+    async def _open_all(self) -> None:
+        """Open all sources at the same time: one may have to wait for others in its consumer group. Raises the first
+        error, one that waiting cannot help if there is one; `pumps` are those that must be closed."""
+
+        async def open_one(one: BuiltSubscriber) -> None:
+            opening = partial(one.pump.open, self.connection(one.broker))
+            await self._patiently(one.declaration.where, opening)
+            self.pumps.append(one.pump)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in self._built.subscribers:
+                    tasks.create_task(open_one(one))
+        except BaseExceptionGroup as errors:
+            every = errors.exceptions
+            terminal = [error for error in every if not (isinstance(error, BrokerError) and error.transient)]
+            raise (terminal or every)[0] from None
 
     # -- a failure
 

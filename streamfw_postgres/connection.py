@@ -55,6 +55,7 @@ class PostgresConnection(Connection):
         self._wakes = Wakes()
         self._channel = channel
         self._listener: Listener | None = None
+        self._opening = asyncio.Lock()
 
     def role(self, name: str, timeout: float | None = None, session: dict[str, str] | None = None) -> Role:
         """A new connection for one purpose; it connects when first used. `session`: settings of its own."""
@@ -89,7 +90,11 @@ class PostgresConnection(Connection):
     # ---------------------------------------------------------------- sources
 
     async def open(self, subscription: Subscription) -> LeaseSource:
-        """See `Connection.open`."""
+        """See `Connection.open`. One at a time: they share a connection for it, and are counted against the pool."""
+        async with self._opening:
+            return await self._open(subscription)
+
+    async def _open(self, subscription: Subscription) -> LeaseSource:
         self._check_open()
         mistakes = subscription_mistakes(subscription, self.settings) + self._too_few(subscription)
         if mistakes:

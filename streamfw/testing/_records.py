@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from streamfw.broker import Connection, Delivery
+from streamfw.broker import Connection, Delivery, Source, Subscription, UnitOfWork
 from streamfw.build import BuiltSubscriber
 from streamfw.errors import PartialFailure, PublishError
 from streamfw.handler import Call, MessageBatch
 from streamfw.message import ORIGIN_GROUP, Message, Outgoing
-from streamfw.outcome import ACK, RELEASE, SETTLED, Outcome, Policy
+from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, Policy
 
 __all__ = ["Entry", "Outbox", "Published", "Received", "Watched"]
 
@@ -245,6 +246,54 @@ class Outbox:
 
         watched: Callable[[Sequence[Outgoing]], Awaitable[Sequence[PublishError | None]]] = publish_watched
         vars(connection)["publish"] = watched
+        self._watch_transactions(broker, connection)
+
+    def _watch_transactions(self, broker: str, connection: Connection) -> None:
+        """Note what transactions of `connection` publish, once they are committed: nobody sees it before."""
+        open_ = connection.open
+
+        async def open_watched(subscription: Subscription) -> Source:
+            source = await open_(subscription)
+            begin = source.transaction
+            if not subscription.transactional:
+                return source
+
+            def begin_watched(deliveries: Sequence[Delivery]) -> AbstractAsyncContextManager[UnitOfWork]:
+                return self._noting(broker, begin(deliveries))
+
+            vars(source)["transaction"] = begin_watched
+            return source
+
+        vars(connection)["open"] = open_watched
+
+    @asynccontextmanager
+    async def _noting(self, broker: str, entered: AbstractAsyncContextManager[UnitOfWork]) -> AsyncIterator[UnitOfWork]:
+        async with entered as unit:
+            if unit.publishes:
+                self._note_with_commit(broker, unit)
+            yield unit
+
+    def _note_with_commit(self, broker: str, unit: UnitOfWork) -> None:
+        publish, finish = unit.publish, unit.finish
+        accepted: list[Outgoing] = []
+
+        async def publish_watched(messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+            answers = await publish(messages)
+            accepted.extend(m for index, m in enumerate(messages) if not answers or answers[index] is None)
+            return answers
+
+        async def finish_watched(outcome: Outcome) -> None:
+            for message in accepted:
+                self._sending(broker, message)
+            committed = False
+            try:
+                await finish(outcome)
+                committed = isinstance(outcome, Ack)
+            finally:
+                for message in accepted:
+                    self._answered(broker, message, committed)
+
+        vars(unit).update(publish=publish_watched, finish=finish_watched)
 
     def _answered(self, broker: str, message: Outgoing, accepted: bool) -> None:
         if not accepted:

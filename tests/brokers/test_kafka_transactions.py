@@ -14,7 +14,8 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from streamfw import App, Backoff, Batch, Publisher, subscriber
 from streamfw.broker import Subscription
 from streamfw.errors import PublishError, TooLarge, Unroutable
-from streamfw.outcome import DeadLetter
+from streamfw.outcome import DeadLetter, Retry
+from streamfw.testing import TestApp
 from streamfw_kafka import KafkaBroker, Offset, Topic, Transaction
 from streamfw_kafka.client import GroupConsumer
 from streamfw_kafka.source import KafkaSource
@@ -297,3 +298,26 @@ async def test_no_commit_beside_a_transaction_undoes_it(kafka: Kafka, monkeypatc
         go_on.set()
         await eventually(lambda: part.committed == 4)  # past the last marker, when nothing is open any more
     await eventually(partial(sees, kafka, receipts, [0, 1]))
+
+
+async def test_a_live_test_sees_what_a_transaction_published(kafka: Kafka) -> None:
+    orders, receipts, audit = names = [new_name(what) for what in ("orders", "receipts", "audit")]
+    for name in (*names, f"{orders}.dead"):
+        await kafka.create_topic(name, partitions=2)
+    failed = False
+
+    @subscriber(orders, transactional=True, publishes=receipts, attempts=3, backoff=Backoff(first=0.01))
+    async def handle(order: Order, out: Annotated[Publisher[Order], audit]) -> Order:
+        nonlocal failed
+        await out.publish(order)
+        if not failed:
+            failed = True
+            raise Retry(after=0)
+        return order
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with TestApp(app, live=True) as tb:
+        await tb.publish(orders, Order(1))
+        await tb.settle()
+        assert [one.value for one in tb.published(receipts, Order)] == [Order(1)]
+        assert [one.value for one in tb.published(audit, Order)] == [Order(1)]  # what was rolled back nobody saw
