@@ -17,7 +17,7 @@ CONNECTIONS = 2
 SHORTEST, LONGEST = 1.0, 86400.0
 
 
-class Queue(msgspec.Struct, frozen=True):
+class Queue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """A queue of the standard table: ``@subscriber(Queue("emails", lease=120))``.
 
     - `name`: what is published to.
