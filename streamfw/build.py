@@ -218,10 +218,14 @@ class Builder:
     def _broker_of(self, d: Declaration) -> Broker | None:
         broker = self._brokers.get(d.broker) if isinstance(d.broker, str) else None
         if broker is None and isinstance(d.broker, str):
-            paths = (f"brokers.{d.broker}.", f"brokers.{d.broker}:")
-            if not any(isinstance(e, ConfigError) and f"{e.path}:".startswith(paths) for e in self._errors):
-                self._wrong(d, f"there is no broker {d.broker!r}{near(d.broker, self._brokers)}")
+            self._no_broker(d.where, d.broker)
         return broker
+
+    def _no_broker(self, where: str, name: str) -> None:
+        """Note that there is none of this name, unless why it could not be made is noted already."""
+        paths = (f"brokers.{name}.", f"brokers.{name}:")
+        if not any(isinstance(e, ConfigError) and f"{e.path}:".startswith(paths) for e in self._errors):
+            self.wrong(where, f"there is no broker {name!r}{near(name, self._brokers)}")
 
     def _signature_only(self, d: Declaration) -> None:
         """Something else is wrong already: find what is wrong with the parameters as well."""
@@ -288,8 +292,7 @@ class Builder:
 
     def _bind(self, publisher: Publisher[Any], where: str) -> None:
         if publisher.broker not in self._brokers:
-            message = f"there is no broker {publisher.broker!r}{near(publisher.broker, self._brokers)}"
-            self._errors.append(BuildError(where, message))
+            self._no_broker(where, publisher.broker)
             return
         publisher.bind(self._outlets[publisher.broker])
         self._publishers.append(publisher)

@@ -325,6 +325,17 @@ class TestTheAppItself:
     def test_options(self, options: dict[str, Any], text: str) -> None:
         assert any(text in found for found in mistakes(App(**options)))
 
+    def test_a_broker_that_could_not_be_made_is_one_mistake(self) -> None:
+        """Not another one for each handler and publisher that uses it."""
+
+        @subscriber("orders")
+        async def copy(order: Order, out: Annotated[Publisher[Order], "copies"]) -> None: ...
+
+        for wrong in ({"default": {"url": "memory://", "max_bodyy": 1}}, {"default": "nowhere://h"}, {"default": 5}):
+            app = App(copy, publishers=[Publisher("a")], brokers=wrong)  # type: ignore[arg-type]
+            (found,) = mistakes(app)
+            assert found.startswith("brokers.default")
+
     def test_what_is_no_handler(self) -> None:
         assert mistake(App("orders")).startswith("'orders': is not marked with @subscriber")  # type: ignore[arg-type]
 
