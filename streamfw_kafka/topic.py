@@ -15,7 +15,7 @@ __all__ = ["Topic", "name_mistake", "topic_of", "whole"]
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
-class Topic(msgspec.Struct, frozen=True):
+class Topic(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """A Kafka topic: ``@subscriber(Topic("orders", start="latest"))``.
 
     - `name`: the topic. With `pattern` it only names the subscriber (and its dead letter topic).

@@ -35,7 +35,7 @@ def guarantees(
         ("settlement", "at once, in memory" if in_memory else _SETTLEMENT[capabilities.settlement]),
         ("retries", _retries(capabilities)),
         ("delays", _delays(capabilities.delay)),
-        ("attempts", _attempts(capabilities, whole or capabilities)),
+        ("attempts", _attempts(capabilities, whole or capabilities, in_memory)),
         (
             "dead letters",
             "moved by the broker in one step"
@@ -64,7 +64,7 @@ def guarantees(
     )
 
 
-def _attempts(capabilities: Capabilities, whole: Capabilities) -> str:
+def _attempts(capabilities: Capabilities, whole: Capabilities, in_memory: bool) -> str:
     if capabilities.attempts == "durable":
         return "counted by the broker: a crash does not start the count again"
     if whole.attempts == "durable":
@@ -72,13 +72,20 @@ def _attempts(capabilities: Capabilities, whole: Capabilities) -> str:
             "deliveries are counted by the broker, also across a crash; but an ordered message waits for its retry in "
             "the process that has it, and that one counts it: a crash forgets those retries, not the deliveries"
         )
+    if capabilities.retry and not in_memory:
+        return (
+            "counted in this process, and kept with a message that is given back for its pause: a crash forgets those "
+            "made since then"
+        )
     return "counted in this process: a crash starts the count again"
 
 
 def _retries(capabilities: Capabilities) -> str:
-    if capabilities.retry:
-        return "given back to the broker: any process of the group may do the next attempt"
-    return "kept in this process for their pause; a crash meanwhile makes them come at once"
+    given_back = "given back to the broker: any process of the group may do the next attempt"
+    kept = "kept in this process for their pause; a crash meanwhile makes them come at once"
+    if capabilities.retry and capabilities.retry_after > 0:
+        return f"from pauses of {capabilities.retry_after:g} s on {given_back}; shorter ones are {kept}"
+    return given_back if capabilities.retry else kept
 
 
 def _delays(granularity: float | None) -> str:

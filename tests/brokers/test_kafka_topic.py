@@ -32,6 +32,12 @@ from tests.brokers.kafka_kit import desk, new_name, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
 
+
+def test_a_topic_shows_what_was_said_of_it() -> None:
+    assert repr(Topic("orders", retry_topic=True)) == "Topic(name='orders', retry_topic=True)"
+    assert repr(Topic("orders")) == "Topic(name='orders')"
+
+
 # ------------------------------------------------------------------ refused when the app is built
 
 

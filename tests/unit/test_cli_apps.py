@@ -344,22 +344,30 @@ _KINDS = [
     Capabilities(settlement="grouped", retry=True, attempts="durable", dead_letter=True, delay=0.05, kept=False),
     Capabilities(settlement="positional", ordered_by=frozenset({"key", "partition"}), delay=1.0, max_body=1_000_000),
     Capabilities(settlement="sent", transactions=True),
+    Capabilities(settlement="positional", retry=True, retry_after=300.0),
 ]
 
 
 def test_guarantees_follow_the_capabilities() -> None:
     words = [dict(guarantees(kind)) for kind in _KINDS]
-    assert [one["settlement"].partition(":")[0] for one in words] == ["at once", "in groups", "by position", "sent"]
+    assert [one["settlement"].partition(":")[0] for one in words] == [
+        "at once", "in groups", "by position", "sent", "by position",
+    ]  # fmt: skip
     assert [one["delays"] for one in words] == [
         "no delayed publishing",
         "never early, and late by about 50 ms at most while the consumers keep up",
         "never early, and late by about 1 s at most while the consumers keep up",
+        "no delayed publishing",
         "no delayed publishing",
     ]
     assert "a crash starts the count again" in words[0]["attempts"]
     assert "does not start the count again" in words[1]["attempts"]
     assert "kept in this process" in words[0]["retries"]
     assert "given back" in words[1]["retries"]
+    assert words[4]["retries"].startswith("from pauses of 300 s on given back to the broker: any process")
+    assert "; shorter ones are kept in this process" in words[4]["retries"]
+    assert "kept with a message that is given back for its pause" in words[4]["attempts"]
+    assert dict(guarantees(_KINDS[4], in_memory=True))["attempts"] == words[0]["attempts"]
     assert words[0]["order"] == "none over the processes of a group"
     assert "by key or partition" in words[2]["order"]
     assert words[0]["transactions"] == "none"
