@@ -98,7 +98,7 @@ async def _check_offsets(
 async def _check_idle(topics: Topics, group: str) -> None:
     if members := (await topics.group(group)).members:
         who = ", ".join(sorted({f"{member.client_id}{member.host}" for member in members})[:5])
-        raise _busy(group, f"it has {len(members)} running members ({who})")
+        raise _busy(group, f"it has {len(members)} running member{'' if len(members) == 1 else 's'} ({who})")
 
 
 def _busy(group: str, why: str) -> BrokerRefused:

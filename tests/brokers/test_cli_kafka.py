@@ -162,7 +162,7 @@ async def test_seek_refuses_a_group_that_runs(kafka: Kafka, run: Run) -> None:
             run, "kafka", "seek", "--group", group, "--topic", name, "--to", "latest"
         )
         assert (code, out) == (1, "")
-        assert "it has 1 running members (streamfw/127.0.0.1)" in error and "App.seek" in error
+        assert "it has 1 running member (streamfw/127.0.0.1)" in error and "App.seek" in error
         assert await committed(kafka, name, group) == {0: 0, 1: 0}
 
 
