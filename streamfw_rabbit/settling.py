@@ -42,6 +42,11 @@ class Tags:
         """The unsettled tag that holds back others which are settled; None: nothing is held back."""
         return self._ready + 1 if self._done else None
 
+    @property
+    def told(self) -> int:
+        """How many have been acknowledged."""
+        return self._told - len(self._open) - len(self._closed)
+
     def is_out(self, tag: int) -> bool:
         """Whether a tag, which was delivered, is not settled."""
         if tag > self._ready:

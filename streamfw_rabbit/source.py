@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -39,7 +38,8 @@ from streamfw.outcome import ACK, Ack, Drop, Retry
 from streamfw.runtime.settler import backoff
 
 from .again import Again
-from .channel import Channel, Closed, FieldTable, RawDelivery
+from .channel import Channel, Closed, RawDelivery
+from .consumer import Consumer, Window
 from .deadletters import adopt
 from .delivery import RabbitDelivery, left_of, maker_of
 from .epochs import Epoch, Epochs
@@ -57,7 +57,6 @@ _GAP: Final = 0.05  # seconds that a gap may hold back acknowledgements
 _LINGER: Final = 0.25  # seconds after which a quorum queue has surely got what its channel has read
 _SLICE: Final = 1.0  # seconds between two looks whether to wait for the server still
 _LOOKS: Final = 8  # looks at what is out, in the time after which the server takes a consumer for dead
-_MOST: Final = 65535  # AMQP's prefetch has 16 bits
 
 
 class RabbitSource(Source):
@@ -78,13 +77,14 @@ class RabbitSource(Source):
         self._ladder = queue_ladder(plan.queue) if retries else None
         self._again = Again(self._ladder, consuming, publishing) if self._ladder is not None else None
         self._make = maker_of(subscription.name, subscription.ordered_by, plan.queue, source.key, self._ladder)
-        self._prefetch = min(source.prefetch or subscription.prefetch, _MOST)
+        self._window = Window(plan, subscription)
         self._channel: Channel | None = None
+        self._consumer: Consumer | None = None
         self._epoch = 0  # of the channel; 0: there is none
         self._live = False  # it consumes
         self._why = "not open yet"
-        self._tag = ""
         self._tags = Tags()
+        self._settled = 0  # of this channel
         self._inbox: list[RawDelivery] = []
         self._last = 0  # the last tag that was taken from the channel
         self._waiter: asyncio.Future[None] | None = None
@@ -133,18 +133,15 @@ class RabbitSource(Source):
         self._adopt()
 
     async def _consume(self, channel: Channel) -> None:
-        source = self._plan.source
         self._channel, self._epoch, self._tags = channel, channel.epoch, Tags()
+        self._consumer = consumer = Consumer(channel, self._plan, self._window, out=self._out, go_on=self._go_on)
         self._why = "the consumer starts"
-        self._tag = f"{self._plan.queue[:100]}-{secrets.token_hex(4)}"
         channel.on_closed = partial(self._ended, channel)
         channel.on_cancelled = partial(self._cancelled, channel)
         channel.on_delivery = self._wake
         if channel.closed is not None:
             raise ChannelGone(channel.closed, "opening")
-        arguments: FieldTable = {"x-priority": source.consumer_priority} if source.consumer_priority else {}
-        await channel.qos(self._prefetch)
-        await channel.consume(self._plan.queue, self._tag, arguments=arguments, exclusive=source.exclusive_consumer)
+        await consumer.begin()
         self._require_open()  # still
         if channel.closed is None:
             self._live = True
@@ -191,10 +188,10 @@ class RabbitSource(Source):
             self._wake()
 
     def _forget_channel(self) -> None:
-        self._channel, self._epoch, self._live = None, 0, False
+        self._channel, self._consumer, self._epoch, self._live = None, None, 0, False
         self._inbox.clear()
         self._arrived.clear()
-        self._last = self._warned = 0
+        self._last = self._warned = self._settled = 0
         if self._gap_timer is not None:
             self._gap_timer.cancel()
             self._gap_timer = None
@@ -223,6 +220,9 @@ class RabbitSource(Source):
             self._inbox = self._channel.take()
             if self._inbox:
                 self._last = self._inbox[-1].tag
+                self._window.saw(len(self._inbox[-1].body))
+            if self._consumer is not None and not self._stopped:
+                self._consumer.look(not self._inbox, self._last - self._settled, self._last)
         inbox, epoch, make = self._inbox, self._epoch, self._make
         taken: list[RabbitDelivery] = []
         count = 0
@@ -268,6 +268,7 @@ class RabbitSource(Source):
             tag = delivery.tag
             if delivery.epoch != epoch or (moving and (epoch, tag) in moving) or not settled(tag):
                 errors.append(self._stale(delivery))
+        self._settled += len(settlements) - len(errors)
         for delivery, after in retried:
             tag = delivery.tag
             if delivery.epoch != epoch or (epoch, tag) in moving or not self._tags.is_out(tag):
@@ -295,8 +296,8 @@ class RabbitSource(Source):
 
     def _tell(self, step_over: bool = False) -> None:
         """Acknowledge what can be."""
-        channel, tags = self._channel, self._tags
-        if channel is None:
+        channel, tags, consumer = self._channel, self._tags, self._consumer
+        if channel is None or consumer is None or consumer.holding:
             return
         frames = tags.frames(step_over)
         if frames:
@@ -305,6 +306,18 @@ class RabbitSource(Source):
                 channel.ack(tag, multiple)
         if self._gap_timer is None and tags.gap is not None:
             self._mind(tags.gap)
+
+    def _out(self) -> int:
+        """How many are out on the channel, as the server sees it when it has read all."""
+        channel = self._channel
+        if channel is None:
+            return 0
+        last = channel.inbox[-1].tag if channel.inbox else self._last
+        return last - self._tags.told
+
+    def _go_on(self) -> None:
+        self._tell()
+        self._wake()
 
     def _mind(self, gap: int) -> None:
         self._gap_timer = asyncio.get_running_loop().call_later(_GAP, self._step_over, gap)
@@ -335,6 +348,7 @@ class RabbitSource(Source):
             if failed is None:
                 self._trouble = None
                 if self._epoch == delivery.epoch and self._tags.settle(delivery.tag):
+                    self._settled += 1
                     self._tell()
                 return
             self._trouble = f"a message cannot be put aside for later: {failed}"
@@ -376,15 +390,16 @@ class RabbitSource(Source):
         loop = asyncio.get_running_loop()
         if self._moving:
             await asyncio.wait(set(self._moving.values()), timeout=max(0.0, deadline - loop.time()))
-        self._tell(step_over=True)
-        channel = self._channel
-        if channel is None:
+        channel, consumer = self._channel, self._consumer
+        if channel is None or consumer is None:
             return
+        await consumer.rest()
+        self._tell(step_over=True)
         try:
             async with asyncio.timeout_at(deadline):
                 await channel.flush()
                 if (rest := self._told_at + _LINGER - loop.time()) > 0:
-                    await channel.qos(self._prefetch)  # answered when all before it has been read
+                    await consumer.heard()
                     await asyncio.sleep(rest)
         except (TimeoutError, BrokerError):
             pass  # what was not told comes again
@@ -395,11 +410,11 @@ class RabbitSource(Source):
             return
         self._stopped = True
         self._wake()
-        channel = self._channel
-        if channel is None or self._subscription.ordered_by is not None:
+        channel, consumer = self._channel, self._consumer
+        if channel is None or consumer is None or self._subscription.ordered_by is not None:
             return
         try:
-            await channel.cancel(self._tag)
+            await consumer.cancel()
         except BrokerError:
             return
         if self._channel is channel:
@@ -422,9 +437,10 @@ class RabbitSource(Source):
 
     async def _leave(self) -> None:
         """Close the channel: what is out on it goes back."""
-        channel = self._channel
-        if channel is None:
+        channel, consumer = self._channel, self._consumer
+        if channel is None or consumer is None:
             return
+        await consumer.rest()
         self._tell(step_over=True)
         gone = self._epoch
         self._forget_channel()
