@@ -26,6 +26,7 @@ __all__ = [
     "broker_of",
     "committed",
     "fill",
+    "fill_bare",
     "filled",
     "member",
     "numbers",
@@ -91,6 +92,14 @@ async def fill(
             for value in values
         ]
         await asyncio.gather(*sent)
+
+
+async def fill_bare(kafka: Kafka, name: str, key: bytes | None, value: bytes | None) -> None:
+    """A record that may have neither key nor value: aiokafka's ``send`` wants one of them, Kafka does not."""
+    async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap) as producer:
+        batch = producer.create_batch()
+        batch.append(key=key, value=value, timestamp=None)
+        await (await producer.send_batch(batch, name, partition=0))
 
 
 async def filled(kafka: Kafka, count: int, partitions: int = 2, **config: str | int) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiokafka import AIOKafkaProducer
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.memory_records import MemoryRecords
@@ -18,7 +17,17 @@ from streamfw.errors import BrokerUnavailable
 from streamfw.message import CONTENT_TYPE, CORRELATION_ID, ERROR, ERROR_TYPE, ORIGIN, ORIGIN_OFFSET, ORIGIN_PARTITION
 from streamfw_kafka import Offset, Partition
 from streamfw_kafka.wire import MESSAGE_ID
-from tests.brokers.kafka_apps import all_committed, app_of, broker_of, committed, fill, member, offsets, topic
+from tests.brokers.kafka_apps import (
+    all_committed,
+    app_of,
+    broker_of,
+    committed,
+    fill,
+    fill_bare,
+    member,
+    offsets,
+    topic,
+)
 from tests.brokers.kafka_kit import desk, new_name, outgoing, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
@@ -213,14 +222,6 @@ async def test_a_tombstone_is_itself_in_a_message_and_no_bytes_to_who_takes_byte
         await all_committed(kafka, name, "other")
     assert seen == [b"", b"", None, b""]
     assert [message.body is TOMBSTONE for message in await handled(kafka, name, 2)] == [True, False]
-
-
-async def fill_bare(kafka: Kafka, name: str, key: bytes | None, value: bytes | None) -> None:
-    """A record that may have neither key nor value: aiokafka's ``send`` wants one of them, Kafka does not."""
-    async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap) as producer:
-        batch = producer.create_batch()
-        batch.append(key=key, value=value, timestamp=None)
-        await (await producer.send_batch(batch, name, partition=0))
 
 
 @pytest.mark.parametrize("batch", [None, Batch(5)], ids=["one by one", "batches"])

@@ -30,13 +30,13 @@ from tests.brokers.kafka_apps import (
     app_of,
     committed,
     fill,
+    fill_bare,
     member,
     numbers,
     source_of,
     topic,
 )
 from tests.brokers.kafka_kit import new_name, read
-from tests.brokers.test_kafka_records import fill_bare
 from tests.helpers import eventually
 from tests.services.kafka import Kafka, OwnKafka
 
@@ -197,8 +197,9 @@ async def test_those_with_shorter_pauses_come_first(kafka: Kafka) -> None:
         back.append(number)
 
     await fill(kafka, name, numbers(range(5)))
-    async with app_of(kafka, handle, fetch_wait=0.01).running():
+    async with app_of(kafka, handle, fetch_wait=0.01).running() as app:
         await eventually(lambda: len(back) == 5)
+        assert all(part.due == [] for part in source_of(app).group.parts.values())
     assert back == [4, 3, 2, 1, 0]
 
 
@@ -346,7 +347,7 @@ async def test_a_retry_that_cannot_be_published_keeps_the_original(kafka: Kafka)
         await all_committed(kafka, name)
         await delete_topic(kafka, retry)
         await fill(kafka, name, numbers(range(3)))
-        await eventually(lambda: "retry topic" in health_of(app), 20.0)
+        await eventually(lambda: "publishing to its retry topic" in health_of(app), 20.0)
         assert (await committed(kafka, name)).get(0, 0) <= 1
         await kafka.create_topic(retry, 1)
         await all_committed(kafka, name)
