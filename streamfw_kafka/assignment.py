@@ -33,11 +33,12 @@ class Part:
     - `asked`: how many commits of it are on their way; `bound`: a transaction commits it, and nothing may beside that.
     - `shut`: there is no room for more of it, whatever is open.
     - `told`, `told_at`: the facts that were last committed with an offset, and when.
+    - `due`: of a retry topic, when what waits may run (ms since 1970), as a heap.
     """
 
     __slots__ = (
-        "asked", "blocking", "bound", "committed", "epoch", "gaps", "live", "low", "mark", "sent", "shut", "since",
-        "start", "told", "told_at", "tp",
+        "asked", "blocking", "bound", "committed", "due", "epoch", "gaps", "live", "low", "mark", "sent", "shut",
+        "since", "start", "told", "told_at", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, start: int, committed: int, epoch: int) -> None:
@@ -51,6 +52,7 @@ class Part:
         self.live = True
         self.shut = self.bound = False
         self.asked = 0
+        self.due: list[int] = []
 
     def hold(self, records: Sequence[Any]) -> None:
         """Open the offset of each record, before anybody can settle past it."""
@@ -93,6 +95,8 @@ class Part:
     def facts(self, done: int = 0) -> str:
         """What others may want to know of it when `done` of what is open are settled; see `status.Facts`."""
         known = f"open={self.mark.open - done} read={self.mark.end}"
+        if self.due:
+            known += f" due={-(-self.due[0] // 1000)}"
         return known if done or self.blocking == UNKNOWN else f"{known} since={int(self.since)}"
 
     def is_still_ours(self, committed: int) -> bool:

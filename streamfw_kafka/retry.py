@@ -90,6 +90,7 @@ class Waiting:
                 self._count += 1
                 self.bytes += len(delivery.body)
                 heapq.heappush(self._heap, (when, self._count, delivery))
+                heapq.heappush(part.due, when)
         return due
 
     def due(self, now: float) -> list[KafkaDelivery]:
@@ -97,6 +98,7 @@ class Waiting:
         found: list[KafkaDelivery] = []
         while self._heap and self._heap[0][0] <= now * 1000:
             delivery = heapq.heappop(self._heap)[2]
+            heapq.heappop(delivery.part.due)  # its own: what waits of a partition goes in the same order
             self.bytes -= len(delivery.body)
             if delivery.part.live:
                 found.append(delivery)

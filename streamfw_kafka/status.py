@@ -3,10 +3,11 @@
 What is open in a process only that process knows. So each commit carries it along, as the text that Kafka keeps beside
 a committed offset ("metadata"):
 
-    open=3 read=5100 since=1764496800
+    open=3 read=5100 due=1764500400 since=1764496800
 
 *open* messages before *read* are not settled, the oldest of them (which is at the committed offset) has been so *since*
-(seconds since 1970). Groups that others run have other texts there, or none: then it is not known.
+(seconds since 1970). In a retry topic most of them wait, the first of these until it is *due*. Groups that others run
+have other texts there, or none: then it is not known.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class GroupPartition(msgspec.Struct, frozen=True):
     - `member`: who has it now (its `member_id`; None: nobody).
     - `end`: where it ends (None: its topic or its leader is not there); `committed` (None: nothing yet), and `lag`.
     - `open`, `read_to`, `blocking`, `since`: as in `PartitionStatus`, as of the last commit; None where not known.
+    - `retry`: it is of the group's retry topic, where messages wait for their time; `due` is when the first of those
+      may run (seconds since 1970), as of the last commit; None where nothing waits, or it is not known.
     """
 
     topic: str
@@ -72,6 +75,8 @@ class GroupPartition(msgspec.Struct, frozen=True):
     read_to: int | None = None
     blocking: int | None = None
     since: float | None = None
+    retry: bool = False
+    due: float | None = None
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
@@ -90,6 +95,7 @@ class Facts(msgspec.Struct, frozen=True):
     open: int
     read_to: int | None = None
     since: float | None = None
+    due: float | None = None
 
 
 def read_facts(text: str) -> Facts | None:
@@ -98,7 +104,7 @@ def read_facts(text: str) -> Facts | None:
     numbers = {name: int(value) for name, value in pairs.items() if value.isdecimal() and len(value) < 19}
     if "open" not in numbers:
         return None
-    return Facts(numbers["open"], numbers.get("read"), numbers.get("since"))
+    return Facts(numbers["open"], numbers.get("read"), numbers.get("since"), numbers.get("due"))
 
 
 async def read_status(topics: Topics, names: Sequence[str] | None) -> list[GroupStatus]:
@@ -136,7 +142,8 @@ def _status(
 ) -> GroupStatus:
     members = tuple(GroupMember(m.member_id, m.client_id, m.host, len(m.partitions)) for m in group.members)
     partitions = (
-        _partition(tp, held.get(tp), ends.get(tp), *committed.get(tp, (None, ""))) for tp in {*committed, *held}
+        _partition(group.name, tp, held.get(tp), ends.get(tp), *committed.get(tp, (None, "")))
+        for tp in {*committed, *held}
     )
     return GroupStatus(
         group.name, group.state, members, tuple(sorted(partitions, key=lambda one: (one.topic, one.partition)))
@@ -144,17 +151,21 @@ def _status(
 
 
 def _partition(
-    tp: TopicPartition, member: str | None, end: int | None, offset: int | None, text: str
+    group: str, tp: TopicPartition, member: str | None, end: int | None, offset: int | None, text: str
 ) -> GroupPartition:
     lag = None if end is None or offset is None else max(0, end - offset)
-    known = GroupPartition(tp.topic, tp.partition, member, end, offset, lag)
+    retry = tp.topic.endswith(f".{group}.retry")
+    known = GroupPartition(tp.topic, tp.partition, member, end, offset, lag, retry=retry)
     facts = read_facts(text)
     if facts is None:
         return known
+    retry = retry or facts.due is not None  # which may have any name
     return msgspec.structs.replace(
         known,
         open=facts.open,
         read_to=facts.read_to,
         blocking=offset if facts.open else None,
         since=facts.since if facts.open else None,
+        retry=retry,
+        due=facts.due if facts.open else None,
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 
 from aiokafka import TopicPartition
@@ -133,9 +133,14 @@ class Watch:
             problems.append(self._unanswered)
         if problems:
             return Health(False, "; ".join(problems))
-        count = len(group.parts)
-        known = f"{count} partition{'' if count == 1 else 's'}, lag {self.lag()}"
+        known = self._known(lambda name: name != self._opening.retry_name)
+        if self._opening.retry_name is not None:
+            known += f"; retry topic: {self._known(lambda name: name == self._opening.retry_name)}"
         return Health(True, "; ".join((known, *self._details)))
+
+    def _known(self, among: Callable[[str], bool]) -> str:
+        parts = {tp: part for tp, part in list(self._group.parts.items()) if among(tp.topic)}
+        return f"{len(parts)} partition{'' if len(parts) == 1 else 's'}, lag {self._lag(parts)}"
 
     def end_of(self, tp: TopicPartition) -> int | None:
         """Where a partition of ours ends, as last heard: by a fetch, or because we have asked since."""
@@ -147,7 +152,10 @@ class Watch:
 
     def lag(self) -> int:
         """From what is settled of our partitions to their ends, as last looked at. Any thread may ask."""
-        return sum(max(0, (self.end_of(tp) or 0) - part.low) for tp, part in list(self._group.parts.items()))
+        return self._lag(dict(self._group.parts))
+
+    def _lag(self, parts: Mapping[TopicPartition, Part]) -> int:
+        return sum(max(0, (self.end_of(tp) or 0) - part.low) for tp, part in parts.items())
 
     # -- looking
 

@@ -76,7 +76,7 @@ def status(
 
 
 _COLUMNS = ("topic", "partition", "committed", "end", "lag", "open", "read to", "blocking", "for", "member")
-_WORDS = ("topic", "member")
+_WORDS = ("topic", "member", "waiting")
 
 
 def _show(group: Any) -> None:
@@ -86,14 +86,26 @@ def _show(group: Any) -> None:
         say("It has read nothing yet.")
         return
     who = {member.member_id: safe(f"{member.client_id}{member.host}") for member in group.members}
-    shown = table(*_COLUMNS, right=[column for column in _COLUMNS if column not in _WORDS])
-    for one in group.partitions:
+    waiting = [_waiting(one) for one in group.partitions]
+    columns = (*_COLUMNS, "waiting") if any(waiting) else _COLUMNS
+    shown = table(*columns, right=[column for column in columns if column not in _WORDS])
+    for one, waits in zip(group.partitions, waiting, strict=True):
         numbers = (one.committed, one.end, one.lag, one.open, one.read_to, one.blocking)
         blocked = "" if one.since is None else age(max(0.0, time.time() - one.since))
         member = who.get(one.member, "")
-        cells = (one.topic, str(one.partition), *map(_number, numbers), blocked, member)
-        shown.add_row(*map(Text, cells))
+        cells = (one.topic, str(one.partition), *map(_number, numbers), blocked, member, waits)
+        shown.add_row(*map(Text, cells[: len(columns)]))
     console().print(shown)
+
+
+def _waiting(partition: Any) -> str:
+    """What the lag of a retry topic means: messages that wait there until it is time for them."""
+    if not partition.retry:
+        return ""
+    if partition.due is None:
+        return "retry topic"
+    left = partition.due - time.time()
+    return f"retry topic, the first due {f'in {age(left)}' if left > 0 else 'now'}"
 
 
 def _number(value: int | None) -> str:

@@ -11,7 +11,7 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from prometheus_client import CollectorRegistry, generate_latest
 
-from streamfw import subscriber
+from streamfw import Retry, subscriber
 from streamfw.broker import Settlement
 from streamfw.observe.prometheus import collector
 from streamfw.outcome import ACK
@@ -30,6 +30,7 @@ from tests.services.kafka import Kafka
         ("open=3 read=5100 since=1764496800", Facts(3, 5100, 1764496800)),
         ("since=1 open=0 read=7 more=things", Facts(0, 7, 1)),
         ("open=1", Facts(1)),
+        ("open=1 read=7 due=9 since=1", Facts(1, 7, 1, 9)),
         ("open=2 read=x since=", Facts(2)),
         ("", None),
         ("read=7", None),
@@ -97,6 +98,39 @@ async def test_what_is_open_is_told_again_when_it_has_changed(kafka: Kafka, monk
         commits, looked = source.group.commits, source.watch.clock + 1.0
         await eventually(lambda: source.watch.clock > looked)
         assert source.group.commits == commits
+
+
+async def test_what_waits_in_a_retry_topic_is_told_apart(kafka: Kafka) -> None:
+    """From what nobody has read: in the process, and for others, with when the first of it may run."""
+    name, group_name = await topic(kafka, 1), new_name("group")
+    retry = await kafka.create_topic(f"{name}.{group_name}.retry", 1)
+
+    @subscriber(Topic(name, retry_topic=True))
+    async def handle(number: int) -> None:
+        raise Retry(after=3600 + number)
+
+    await fill(kafka, name, numbers([200, 100]))
+    app = app_of(kafka, handle, name=group_name)
+    async with broker_of(kafka).connect() as opened, app.running():
+        connection: Any = opened
+
+        async def told() -> bool:
+            (found,) = await connection.status([group_name])
+            rows = {part.topic: part for part in found.partitions}
+            assert not rows[name].retry and rows[name].due is None
+            there = rows.get(retry)
+            if there is None or there.lag != 2 or there.open != 2:
+                return False
+            assert there.retry and there.due is not None and 3500 < there.due - time.time() <= 3702
+            return bool(there.due - time.time() < 3701)
+
+        await eventually(told, 20)
+        said = "1 partition, lag 0; retry topic: 1 partition, lag 2"
+        await eventually(lambda: source_of(app).health().detail == said, 20)
+    async with broker_of(kafka).connect() as opened:  # and when it does not run
+        connection = opened
+        (found,) = await connection.status([group_name])
+        assert [part.due is not None for part in found.partitions] == [False, True]
 
 
 async def test_the_groups_of_a_topic(kafka: Kafka) -> None:
