@@ -222,11 +222,27 @@ async def test_it_waits_for_handlers_that_end_in_time(kafka: Kafka) -> None:
     assert seen == [0]
 
 
-async def test_two_at_once_are_one_and_an_error(kafka: Kafka) -> None:
+async def test_one_while_another_is_under_way_is_an_error(kafka: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
     name = await filled(kafka, 10)
+    commit, sent, go_on = GroupConsumer.commit_once, asyncio.Event(), asyncio.Event()
+
+    async def slow(consumer: GroupConsumer, *arguments: Any) -> None:
+        sent.set()
+        await go_on.wait()
+        await commit(consumer, *arguments)
+
     async with member(kafka, name, new_name("group")) as one:
-        found = await asyncio.gather(one.source.seek("latest"), one.source.seek("earliest"), return_exceptions=True)
-        assert sorted(type(error).__name__ for error in found) == ["BrokerUnavailable", "NoneType"]
+        await one.acknowledge(await one.take(10))
+        await one.flush()
+        monkeypatch.setattr(GroupConsumer, "commit_once", slow)
+        seeking = asyncio.create_task(one.source.seek({0: 3}))
+        await sent.wait()
+        with pytest.raises(BrokerUnavailable, match="seek again"):
+            await one.source.seek("earliest")
+        go_on.set()
+        await seeking
+        assert offsets(await one.take(2)) == [(0, 3), (0, 4)]
+        await one.expect_nothing(0.2)
 
 
 # ------------------------------------------------------------------ in a group
