@@ -156,8 +156,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class PumpControl(Protocol):
     """How a source holds the pump that feeds on it, when deliveries are about to move. Costs a comparison a message."""
 
-    def hold(self) -> None:
-        """Start nothing new. What runs goes on; what is queued stays queued."""
+    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
+        """Start nothing new, but what matches `but`. What runs goes on; what is queued stays queued. Holding again is
+        for another `but`, or none."""
 
     async def quiesce(self, seconds: float) -> bool:
         """Wait until nothing runs and what ran is settled, for at most `seconds`; whether that is so. Needs `hold`
@@ -245,7 +246,7 @@ class Subscription:
 class _NoPump:
     """For a source that is driven without a runtime: nothing runs, so there is nothing to hold."""
 
-    def hold(self) -> None: ...
+    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None: ...
 
     async def quiesce(self, seconds: float) -> bool:
         return True
@@ -340,6 +341,12 @@ class Source(ABC):
 
         No fetch is pending meanwhile. Raises a `BrokerError` when it did not work. The default has nothing to open.
         """
+
+    def holds_back(self, delivery: Delivery) -> bool:
+        """Whether something behind this delivery, which is not settled, is settled already, so that it would be repeated
+        if this one did not end before the position is committed for the last time. For positional sources; asked while
+        their pump is held."""
+        return False
 
     async def seek(self, to: Position) -> None:
         """Read on from elsewhere, in the partitions that are this source's; only where `Capabilities.seek`.

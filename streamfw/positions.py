@@ -11,7 +11,7 @@ Theory of operation
       was held or skipped: that is what to commit, and where reading goes on after a crash.
     - **skip** tells of a gap at the end of what was read, so that the position gets past it.
 
-    The open positions are one byte each in a bytearray (1 open, 0 resolved), from `_base` on. Advancing is one
+    The open positions are one byte each in a bytearray (1 open, 0 resolved, 2 a gap), from `_base` on. Advancing is one
     `bytearray.find`, done when somebody asks for the position and not for each settlement; the bytes in front of it
     are cut off then, which CPython does without moving the rest. A gap too wide to be worth its bytes, while
     something before it is open, starts a further run behind the first.
@@ -27,6 +27,7 @@ from typing import Final
 
 __all__ = ["Watermark"]
 
+_GAP: Final = b"\2"
 _WIDE: Final = 4096
 """A gap of this many positions starts a run of its own instead of being filled with bytes."""
 
@@ -83,7 +84,7 @@ class Watermark:
             self._end = position
         elif gap > 0:
             ring = self._later[-1][1] if self._later else self._ring
-            ring.extend(bytes(gap))
+            ring.extend(_GAP * gap)
             self._end = position
 
     def resolve(self, position: int) -> bool:
@@ -92,7 +93,7 @@ class Watermark:
         if self._later:
             base, ring = self._run(position)
         index = position - base
-        if index < 0 or index >= len(ring) or not ring[index]:
+        if index < 0 or index >= len(ring) or ring[index] != 1:
             return False
         ring[index] = 0
         self._open -= 1
@@ -123,7 +124,7 @@ class Watermark:
         wrong: list[int] = []
         for position in positions:
             index = position - base
-            if 0 <= index < size and ring[index]:
+            if 0 <= index < size and ring[index] == 1:
                 ring[index] = 0
             else:
                 wrong.append(position)
@@ -142,6 +143,13 @@ class Watermark:
             del self._ring[:first]
             self._base += first
         return self._base
+
+    def behind(self, position: int) -> bool:
+        """Whether something after `position` is resolved: then it is held back by it, if it is open."""
+        for base, ring in (*reversed(self._later), (self._base, self._ring)):
+            if (last := ring.rfind(0)) >= 0:
+                return position < base + last
+        return False
 
     def _restart(self, position: int) -> None:
         self._base = self._end = position

@@ -51,7 +51,7 @@ from .client import GroupConsumer
 from .errors import translated
 from .settings import Settings
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "holds_back"]
 
 log = logging.getLogger("streamfw.kafka")
 
@@ -134,7 +134,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         ours, pump = self.ours, self._subscription.pump
         pump.hold()
         if ours:
-            await pump.quiesce(self._settings.rebalance_drain)
+            await self._quiesce()
         await self._end_commit_in_flight()
         if ours:
             await self.commit()
@@ -146,6 +146,18 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         )
         self.drop_all()
         self._look_for_a_twin()
+
+    async def _quiesce(self) -> None:
+        """Let what runs end, and then what holds the marks back: with lanes, or batches, something may be queued that
+        came before what is done. What is done after it would be repeated if it did not end first."""
+        pump, loop = self._subscription.pump, asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.rebalance_drain
+        if not await pump.quiesce(self._settings.rebalance_drain):
+            return
+        if any(part.mark.open and part.mark.behind(part.mark.position) for part in self.parts.values()):
+            pump.hold(but=holds_back)
+            await pump.quiesce(deadline - loop.time())
+            pump.hold()
 
     async def _end_commit_in_flight(self) -> None:
         if self._committing is not None:
@@ -440,6 +452,12 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
             raise self.failure
         if not self.consumer.coordinated and not self.closed and not self._manual:
             raise BrokerUnavailable(f"{self._subscription!r}: the client's group task has ended in silence")
+
+
+def holds_back(delivery: object) -> bool:
+    """See `Source.holds_back`."""
+    part: Part = delivery.part  # type: ignore[attr-defined]
+    return part.live and part.mark.behind(delivery.offset)  # type: ignore[attr-defined]
 
 
 def _is_gone(delivery: object) -> bool:

@@ -43,9 +43,10 @@ from streamfw.outcome import ACK, Ack, Drop, Retry
 
 from .assignment import KafkaDelivery, Part, maker_of
 from .client import NOTHING
+from .damaged import Damaged
 from .errors import translated
 from .foreign import tolerate
-from .group import Membership
+from .group import Membership, holds_back
 from .opening import Opening
 from .retry import Waiting, again_later
 from .status import PartitionStatus
@@ -58,6 +59,7 @@ log = logging.getLogger("streamfw.kafka")
 
 POLL = 0.2  # seconds: how long a stop, or a partition that is below its limits again, waits at most
 MOST = 500  # records of one getmany
+ALONE = 0.05  # seconds that one waits for a partition that may be damaged: the others wait as well
 CLOSE = 4.0  # seconds to leave the group: less than a drain waits for it
 
 
@@ -73,7 +75,8 @@ class KafkaSource(Source):
         bundled = subscription.batch is not None and not opening.topic.mixed_batches
         self._make = maker_of("partition" if subscription.transactional else subscription.ordered_by, bundled)
         self._tasks: list[asyncio.Task[None]] = []
-        self.watch = Watch(opening, lambda: self._fetching)
+        self._damaged = Damaged(subscription, MOST, (self._settings.open_limit, self._settings.window_limit))
+        self.watch = Watch(opening, lambda: self._fetching, self._damaged.stands)
         self._waiting = Waiting(opening.topic.name, self._make)
         self._sent: set[tuple[Part, int]] = set()  # published again by a settlement that is being repeated
         self._served: set[TopicPartition] = set()
@@ -86,6 +89,8 @@ class KafkaSource(Source):
     async def reopen(self) -> None:
         """See `Source.reopen`: a new member of the group. What is out survives nothing of that."""
         self._require_open()
+        if hasattr(self, "group") and self.group.ours and self.group.gate:
+            await self.group.commit()  # what was settled since the last one: it need not come again
         await self._leave()
         self.group = await self._opening.join()
         try:
@@ -145,11 +150,18 @@ class KafkaSource(Source):
             tolerate()
             group.rewind()
             return []
-        except KafkaError as error:
+        except Exception as error:
+            raised = [group.parts[tp] for tp in group.consumer.take_raised() if tp in group.parts]
             group.rewind()  # before anything suspends: the next commit would believe the client's position
             if self._stopped:
                 return []
             group.check()  # what it was interrupted for says more
+            for part in raised:
+                self._damaged.met(part, error, time.monotonic())
+            if raised:
+                return []
+            if not isinstance(error, KafkaError):
+                raise
             raise translated(error, f"reading {self._subscription.name!r}") from error
         # From here on nothing suspends, and nothing did since the client moved its position.
         if not group.gate:
@@ -160,6 +172,8 @@ class KafkaSource(Source):
         for tp, some in records.items():
             part = group.parts[tp]
             part.hold(some)
+            if self._damaged:
+                self._damaged.read(tp)
             if tp.topic == self._opening.retry_name:
                 found += self._waiting.take(part, some, time.time())
             else:
@@ -173,6 +187,13 @@ class KafkaSource(Source):
             self._bound_what_waits()
         ready = [tp for tp, part in parts.items() if not part.full(opened, window)]
         records: dict[TopicPartition, list[Any]] = {}
+        if self._damaged:
+            if alone := self._damaged.next(parts, time.monotonic()):
+                tp, few = alone
+                records = await consumer.getmany(tp, timeout_ms=int(ALONE * 1000), max_records=min(few, most))
+            ready = self._damaged.without(ready)
+        if records:
+            return records
         if 0 < len(turn := [tp for tp in ready if tp not in served]) < len(ready):
             records = await consumer.getmany(*turn, timeout_ms=0, max_records=most)
         if not records:
@@ -313,6 +334,10 @@ class KafkaSource(Source):
             raise Unsupported(f"{self._subscription!r}: it was not opened with transactional=True")
         return Unit(self, transactions, [d for d in deliveries if isinstance(d, KafkaDelivery)])
 
+    def holds_back(self, delivery: Delivery) -> bool:
+        """See `Source.holds_back`."""
+        return holds_back(delivery)
+
     # -- seek
 
     async def seek(self, to: Position) -> None:
@@ -387,6 +412,8 @@ class KafkaSource(Source):
             self.group.check()
         except BrokerError as error:
             return Health(False, str(error))
+        if problem := self._damaged.problem(self.group.parts):
+            return Health(False, problem)
         return self.watch.health()
 
     def partitions(self) -> list[PartitionStatus]:

@@ -285,12 +285,16 @@ class Crew:
         self.ready.extendleft(reversed(deliveries))
         self.wake()
 
-    def hold(self) -> None:
-        """Start nothing new: what is ready, parked or about to begin goes to the shelf, in order."""
-        if self.shelf is None:
-            parked = self.lanes.take_parked()
-            self.shelf = [*self._take_begun(), *parked, *self.ready]
-            self.ready.clear()
+    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
+        """Start nothing new: what is ready, parked or about to begin goes to the shelf, in order; except what matches
+        `but`, which goes on, also from the shelf."""
+        parked = self.lanes.take_parked()  # first: taking what has begun gives its lanes up
+        waiting = [*self._take_begun(), *parked, *self.ready, *(self.shelf or ())]
+        self.ready.clear()
+        self.shelf = waiting if but is None else [delivery for delivery in waiting if not but(delivery)]
+        if but is not None and len(self.shelf) < len(waiting):
+            self.ready.extend(delivery for delivery in waiting if but(delivery))
+            self.wake()
 
     def _take_begun(self) -> list[Delivery]:
         """Take what workers are about to begin away from them, and give up its lanes (nothing is parked in them)."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
@@ -33,6 +34,7 @@ __all__ = ["Pump"]
 
 TICK = 1.0  # seconds between two looks at what is at hand
 GRACE = 5.0  # seconds for the last settlements, after the handlers' own deadline
+CALM = 30.0  # seconds after which a source that broke counts as well again, though it had nothing to deliver
 PAUSE = (0.05, 0.5)  # seconds before what was cancelled by somebody is tried again
 
 
@@ -52,6 +54,8 @@ class Pump:
         self._done: list[Settlement] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._warned_held = False
+        self._attempts = 0  # to open the source again, without anything fetched in between
+        self._reopened = (0, -math.inf)  # how much was fetched when it was opened again, and when that was
         self._retries_here = not plan.capabilities.retry
         start = max(plan.capabilities.prefetch, 2 * plan.workers)
         size = plan.batch.size if plan.batch else 0
@@ -156,6 +160,8 @@ class Pump:
         self.crew.leave_threads = leave_threads
         if self.state == "live":
             self.state = "draining"
+        if self._tasks and self.plan.capabilities.settlement == "positional":
+            await self._end_what_holds_back(deadline)
         self.crew.abandon()
         await self._safely("stop", self.source.stop(), GRACE)
         last = deadline
@@ -166,6 +172,15 @@ class Pump:
         if not self.stuck:
             await self._safely("close", self.source.close(), GRACE)
         self.state = "stopped"
+
+    async def _end_what_holds_back(self, deadline: float) -> None:
+        """In a log, what was done behind a message that has not begun would be repeated: let those finish as well."""
+        loop = asyncio.get_running_loop()
+        self.hold()
+        await self._safely("stop", self.source.stop(), GRACE)
+        if await self.quiesce(deadline - loop.time()):
+            self.hold(but=self.source.holds_back)
+            await self.quiesce(deadline - loop.time())
 
     async def _end_tasks(self, deadline: float) -> float:
         """End workers, fetcher and settler; return until when the last settlements may take."""
@@ -273,10 +288,12 @@ class Pump:
     async def _reopen(self, error: BrokerError) -> None:
         """The source broke: open it again, with growing pauses."""
         self._trouble("fetching", error)
-        attempt = 0
+        fetched, reopened_at = self._reopened
+        if self.counters.fetched > fetched or self.plan.clock() - reopened_at > CALM:
+            self._attempts = 0
         while not self._ending():
-            await self._retry.wait_for(backoff(attempt))
-            attempt += 1
+            await self._retry.wait_for(backoff(self._attempts))
+            self._attempts += 1
             if self._ending():
                 return
             try:
@@ -288,6 +305,7 @@ class Pump:
                 continue
             self._trouble("fetching", None)
             self.counters.reopened += 1
+            self._reopened = self.counters.fetched, self.plan.clock()
             self._purge(lambda delivery: delivery.lost)
             return
 
@@ -386,9 +404,9 @@ class Pump:
 
     # -- PumpControl: a source holds the pump while deliveries move
 
-    def hold(self) -> None:
+    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
         """Start nothing new; see `streamfw.broker.PumpControl`."""
-        self.crew.hold()
+        self.crew.hold(but)
 
     async def quiesce(self, seconds: float) -> bool:
         """Wait until nothing runs and what ran is settled; see `streamfw.broker.PumpControl`."""
@@ -399,7 +417,7 @@ class Pump:
         for waiting in waiters:
             waiting.add(quiet)
         try:
-            while self.crew.running or self.settler.busy:
+            while self.crew.running or self.crew.ready or self.settler.busy:
                 self.settler.hurry()
                 left = deadline - loop.time()
                 if left <= 0:

@@ -331,11 +331,19 @@ class PositionalSource(Source):
         pump = self._subscription.pump
         if not abrupt:
             pump.hold()
-            await pump.quiesce(drain)
+            held_back = any(a.mark.open and a.mark.behind(a.mark.position) for a in self._assigned.values())
+            if await pump.quiesce(drain) and held_back:
+                pump.hold(but=self.holds_back)
+                await pump.quiesce(drain)
+                pump.hold()
         for partition in partitions:
             self._lose(partition, commit=not abrupt)
         if not abrupt:
             pump.release(drop=lambda delivery: delivery.lost)
+
+    def holds_back(self, delivery: Delivery) -> bool:
+        assert isinstance(delivery, PositionalDelivery)
+        return delivery.assignment.live and delivery.assignment.mark.behind(delivery.offset)
 
     def _lose(self, partition: int, commit: bool) -> None:
         assignment = self._assigned.pop(partition, None)

@@ -127,7 +127,7 @@ class RecordingPump:
     def held(self) -> bool:
         return self._held
 
-    def hold(self) -> None:
+    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
         self._held = True
         self.calls.append("hold")
 

@@ -49,7 +49,7 @@ class RecordingPump:
         self.calls: list[str] = []
         self.drop: Callable[[Delivery], bool] | None = None
 
-    def hold(self) -> None:
+    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
         self.calls.append("hold")
 
     async def quiesce(self, seconds: float) -> bool:

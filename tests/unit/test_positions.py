@@ -19,6 +19,7 @@ class AgainstASet(RuleBasedStateMachine):
         self.open: set[int] = set()
         self.end = start
         self.highest = start
+        self.last = start - 1  # the highest position that was resolved
 
     @rule(gap=st.sampled_from([0, 0, 0, 1, 5, 4095, 4096, 10_000, 2**40]), count=st.integers(1, 300))
     def hold(self, gap: int, count: int) -> None:
@@ -39,6 +40,7 @@ class AgainstASet(RuleBasedStateMachine):
         for position in candidates[: int(len(candidates) * share) + 1]:
             assert self.mark.resolve(position)
             self.open.discard(position)
+            self.last = max(self.last, position)
 
     @rule(
         data=st.data(),
@@ -54,7 +56,15 @@ class AgainstASet(RuleBasedStateMachine):
             positions[data.draw(st.integers(1, count - 2))] = data.draw(st.sampled_from(positions))
         wrong = [p for place, p in enumerate(positions) if p not in self.open or p in positions[:place]]
         assert list(self.mark.resolve_all(positions)) == wrong
+        self.last = max([self.last, *self.open.intersection(positions)])
         self.open.difference_update(positions)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def ask_what_is_held_back(self, data: st.DataObject) -> None:
+        """A gap holds nothing back: nobody was given it."""
+        for position in {min(self.open), max(self.open), data.draw(st.sampled_from(sorted(self.open)))}:
+            assert self.mark.behind(position) == (self.last > position)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), count=st.integers(1, 300))
@@ -62,12 +72,15 @@ class AgainstASet(RuleBasedStateMachine):
         first = data.draw(st.sampled_from(sorted(self.open)))
         positions = [p for p in range(first, first + count) if p in self.open]
         assert not self.mark.resolve_all(positions)
+        self.last = max(self.last, positions[-1])
         self.open.difference_update(positions)
 
     @rule(offset=st.integers(-10_000, 10_000))
     def resolve_what_may_not_be_open(self, offset: int) -> None:
         position = self.end + offset
         assert self.mark.resolve(position) == (position in self.open)
+        if position in self.open:
+            self.last = max(self.last, position)
         self.open.discard(position)
 
     @rule()
