@@ -178,6 +178,17 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
         """Whether something of this partition was fetched that nobody has taken yet."""
         return self._fetcher is not None and tp in self._fetcher._records
 
+    def take_raised(self) -> list[TopicPartition]:
+        """The partitions whose records raised out of ``getmany``, which does not say whose: the generator that reads
+        them has ended, and nobody has seen its end. They leave the buffer, and are fetched again."""
+        fetcher = self._fetcher
+        buffer = {} if fetcher is None else fetcher._records
+        found = [tp for tp, result in buffer.items() if _has_raised(getattr(result, "_partition_records", None))]
+        for tp in found:
+            del buffer[tp]
+            fetcher._notify(fetcher._wait_consume_future)
+        return found
+
     async def end(self, seconds: float) -> None:
         """Leave the group and close, within so many seconds; what does not answer by then is cut."""
         stopping = asyncio.ensure_future(self.stop())
@@ -219,6 +230,11 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
 def _tasks_of(part: Any) -> Sequence[asyncio.Task[Any]]:
     names = ("_coordination_task", "_heartbeat_task", "_commit_refresh_task", "_fetch_task")
     return [task for name in names if isinstance(task := getattr(part, name, None), asyncio.Task) and not task.done()]
+
+
+def _has_raised(records: Any) -> bool:
+    iterator = None if records is None else records._records_iterator
+    return iterator is not None and iterator.gi_frame is None
 
 
 VERSION: str = aiokafka.__version__

@@ -73,12 +73,13 @@ class _Seen:
 
 
 class Watch:
-    """Watches one source, over all its reopenings. `fetching` tells whether a fetch waits at this moment."""
+    """Watches one source, over all its reopenings. `fetching` tells whether a fetch waits at this moment, `stands`
+    whether a partition cannot be read on, which is known and told."""
 
-    def __init__(self, opening: Opening, fetching: Callable[[], bool]) -> None:
+    def __init__(self, opening: Opening, fetching: Callable[[], bool], stands: Callable[[Part], bool]) -> None:
         self._opening, self._settings, self._topics = opening, opening.settings, opening.topics
         self._subscription = opening.subscription
-        self._fetching = fetching
+        self._fetching, self._stands = fetching, stands
         self._manual = opening.topic.partitions is not None
         self._stood: dict[TopicPartition, tuple[int, int]] = {}  # where it was opened again for, and how often
         self.clock = self._looked = 0.0
@@ -249,7 +250,7 @@ class Watch:
         position = self._consumer.read_to(tp)
         position = part.mark.end if position is None else position
         full = part.full(self._settings.open_limit, self._settings.window_limit)
-        if position != seen.position or full or not self._fetching():
+        if position != seen.position or full or not self._fetching() or self._stands(part):
             seen.position = position
             seen.rest(self.clock)
         if full:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiokafka.consumer import fetcher
+from aiokafka.errors import CorruptRecordException
 from typer.testing import CliRunner
 
+from streamfw import subscriber
 from streamfw.cli.program import program
 from streamfw.message import ORIGIN, ORIGIN_GROUP, TOMBSTONE, Headers, Outgoing
 from streamfw_kafka.connection import KafkaConnection
 from streamfw_kafka.publish import Stored
 from streamfw_kafka.wire import MESSAGE_ID
-from tests.brokers.kafka_apps import broker_of, fill, topic
-from tests.brokers.kafka_kit import desk, outgoing, read
-from tests.services.kafka import Kafka
+from tests.brokers.kafka_apps import app_of, broker_of, fill, filled, numbers, source_of, topic
+from tests.brokers.kafka_kit import desk, new_name, outgoing, read
+from tests.helpers import eventually
+from tests.services.kafka import Kafka, OwnKafka
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -88,3 +94,78 @@ async def test_letters_beyond_our_own_limits_are_put_back_and_make_room_for_othe
         too_large, no_key = await connection.publish([outgoing(name, large), outgoing(name, TOMBSTONE)])
         assert "max_body=100000" in str(too_large)
         assert "a tombstone without a key" in str(no_key)
+
+
+# -- what cannot be read
+
+
+def damage(log: Path, batch: int) -> None:
+    """Turn the last bit of a batch of a segment (each one begins with its first offset, 8 bytes, and its length, 4)."""
+    data = bytearray(log.read_bytes())
+    at = 0
+    for _ in range(batch + 1):
+        at += 12 + struct.unpack_from(">i", data, at + 8)[0]
+    data[at - 1] ^= 1
+    log.write_bytes(data)
+
+
+async def test_a_damaged_record_stops_its_partition_alone_and_a_seek_steps_over_it(
+    own_kafka: OwnKafka, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is before it is handled, other partitions go on, the group is left in peace, and health tells."""
+    kafka = own_kafka.facts
+    name = await topic(kafka, 2)
+    for number in range(30):
+        await fill(kafka, name, [b"%d" % number], partition=0)  # each in a batch of its own
+    await asyncio.to_thread(own_kafka.stop)
+    damage(next(own_kafka.home.glob(f"**/{name}-0/*.log")), 20)
+    await asyncio.to_thread(own_kafka.start)
+    handled: list[int] = []
+
+    @subscriber(name, workers=4, dead_letter=None)
+    async def handle(number: int) -> None:
+        handled.append(number)
+
+    app = app_of(kafka, handle, name=new_name("group"))
+    async with app.running():
+        where = f"{name}-0 cannot be read from offset 20 on: Invalid CRC"
+        await eventually(lambda: where in str(app.health().subscribers))
+        assert not app.health().ok
+        await fill(kafka, name, numbers(range(100, 2000)), partition=1)
+        await eventually(lambda: len(handled) >= 1920)
+        assert sorted(handled) == [*range(20), *range(100, 2000)]
+        assert not app.health().ok
+        assert source_of(app).group.rebalances == 1
+        assert caplog.text.count("To step over what is damaged: seek") == 1
+        await app.seek(handle, {0: 21})
+        await eventually(lambda: len(handled) >= 1929)
+        assert app.health().ok
+    assert sorted(handled) == [*range(20), *range(21, 30), *range(100, 2000)]
+
+
+async def test_damage_that_was_on_the_way_is_read_again(kafka: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = await filled(kafka, 3000)
+    fetched = fetcher.PartitionRecords._unpack_records
+    faults = [700, 30, 3, 0]  # records that are read before it
+
+    def sometimes(self: Any) -> Iterator[Any]:
+        good = faults.pop(0) if faults else -1
+        for count, record in enumerate(fetched(self)):
+            if count == good:
+                raise CorruptRecordException("noise")
+            yield record
+
+    handled: list[int] = []
+
+    @subscriber(name, workers=4, dead_letter=None)
+    async def handle(number: int) -> None:
+        handled.append(number)
+
+    monkeypatch.setattr(fetcher.PartitionRecords, "_unpack_records", sometimes)
+    app = app_of(kafka, handle, name=new_name("group"))
+    async with app.running():
+        await eventually(lambda: len(handled) >= 3000)
+        await eventually(lambda: app.health().ok)
+        assert source_of(app).group.rebalances == 1
+    assert not faults
+    assert sorted(handled) == [*range(3000)]
