@@ -219,6 +219,34 @@ async def test_a_transient_error_is_followed_by_reopen_until_it_works(capabiliti
         assert rig.pump.counters.reopened == 1
 
 
+async def test_a_source_that_opens_but_delivers_nothing_is_opened_more_and_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each opening may cost others something: in Kafka the whole group waits for it."""
+    tries: list[int] = []
+
+    def noted(attempt: int) -> float:
+        tries.append(attempt)
+        return 0.001
+
+    monkeypatch.setattr(pump_module, "backoff", noted)
+    source = FakeSource(prepared(10))
+    async with pumping(nothing, source) as rig:
+        await rig.all_ended(10)
+        source.fail_fetch(*[away("damaged") for _ in range(4)])
+        await eventually(lambda: rig.pump.counters.reopened == 4)
+        assert tries == [0, 1, 2, 3]
+        source.add(*prepared(1, start=10))
+        await rig.all_ended(11)
+        source.fail_fetch(away("the connection is cut"))
+        await eventually(lambda: rig.pump.counters.reopened == 5)
+        assert tries == [0, 1, 2, 3, 0]
+        monkeypatch.setattr(pump_module, "CALM", 0.0)
+        source.fail_fetch(away("the connection is cut"))
+        await eventually(lambda: rig.pump.counters.reopened == 6)
+        assert tries[-1] == 0
+
+
 @one_or_many
 async def test_what_did_not_survive_a_reopen_is_forgotten(workers: int) -> None:
     seen: dict[str | None, list[int]] = {}
