@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from streamfw import App, Backoff, Message, subscriber
 from streamfw.errors import BrokerClosed, BrokerRefused, BrokerUnavailable
 from streamfw.message import (
     ERROR,
+    ORIGIN_GROUP,
     ORIGIN_OFFSET,
     ORIGIN_PARTITION,
     TOMBSTONE,
@@ -27,6 +29,7 @@ from streamfw.message import (
 from streamfw_kafka import Topic
 from streamfw_kafka.admin import Topics
 from streamfw_kafka.connection import KafkaConnection
+from streamfw_kafka.deadletters import DEAD_SINCE, KafkaDeadLetters, NotPutBack
 from tests.brokers.kafka_apps import app_of, broker_of, committed, fill, filled, member, numbers, topic
 from tests.brokers.kafka_kit import new_name, outgoing, read
 from tests.helpers import eventually
@@ -177,7 +180,7 @@ async def test_nothing_is_written_again_behind_what_goes(
     assert published == []
     assert await letters.purge([ids[5]]) == 1
     assert published == ids[3:5]
-    assert [m.message_id for m in await letters.list()] == [*ids[6:], *ids[3:5]]
+    assert [record.value for record in await read(kafka, f"{name}.dead")] == numbers([6, 7, 8, 9, 3, 4])
 
 
 async def test_what_arrives_meanwhile_stays(kafka: Kafka, on: KafkaConnection, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,19 +283,94 @@ async def test_the_only_group_of_a_topic_gets_it_there(kafka: Kafka, on: KafkaCo
 
 
 async def test_other_groups_do_not_get_it(kafka: Kafka, on: KafkaConnection) -> None:
-    """Without a retry topic there is no way to one group alone: refused, with who else reads it, before anything."""
+    """Without a retry topic there is no way to one group alone: refused, with who else reads it, and what to do."""
     name, group, other = await dead(kafka), new_name("group"), new_name("other")
     for each in (group, other):
         async with member(kafka, name, each):
             await eventually(partial(committed, kafka, name, each))
     ids = await bury(on, name, b"1", group=group)
     letters = await on.dead_letters(f"{name}.dead")
-    with pytest.raises(BrokerRefused, match=f"group '{group}' failed, but .* goes to '{other}' as well. .*retry_topic"):
+    said = (
+        f"0 of 1 letters of '{name}.dead' were put back. What stays: 1 of group '{group}': .* goes to '{other}' as "
+        f"well. .*, retry_topic=True\\), with overtaking=True where it has ordered_by=. No members has '{other}'; .*: "
+        f"streamfw kafka forget --group {other} --topic {name}"
+    )
+    with pytest.raises(NotPutBack, match=said):
         await letters.requeue()
     assert [m.message_id for m in await letters.list()] == ids
     assert await read(kafka, name) == []
     await on.withdraw(name, other)
     assert await letters.requeue() == 1
+
+
+async def test_those_that_can_be_put_back_are(kafka: Kafka, on: KafkaConnection) -> None:
+    """And the others are told by group, with why: who else reads its topic, also one that runs, or that it is gone."""
+    name, group, other = await dead(kafka, 1), new_name("group"), new_name("other")
+    retry = await kafka.create_topic(f"{name}.{group}.retry", 1)
+    await on.seek_group(group, retry, "latest")
+    gone = new_name("gone")
+    async with member(kafka, name, other):
+        await eventually(partial(committed, kafka, name, other))
+        first = await bury(on, name, b"1", b"2", group=group)
+        stay = await bury(on, name, b"3", group=other)
+        last = await bury(on, name, b"4", group=group, first=4)
+        lost = [
+            outgoing(
+                f"{name}.dead", b"5", headers=dead_letter_headers(Headers(()), "no", "ValueError", gone, "shop", 3)
+            )
+        ]
+        assert not any(await on.publish(lost))
+        await on.seek_group(group, name, "latest")
+        letters = await on.dead_letters(f"{name}.dead")
+        with pytest.raises(NotPutBack) as caught:
+            await letters.requeue()
+    assert caught.value.done == 3
+    text = str(caught.value)
+    assert f"3 of 5 letters of '{name}.dead' were put back. What stays:\n  1. 1 of group '" in text
+    assert f"1 of group '{other}': what is put back into '{name}' goes to '{group}' as well" in text
+    assert f"1 of group 'shop': topic '{gone}' does not exist" in text
+    assert len(await read(kafka, retry)) == 3 and first and last
+    assert {m.message_id for m in await letters.list()} == {*stay, lost[0].message_id}
+
+
+async def test_letters_of_one_group_only(kafka: Kafka, on: KafkaConnection) -> None:
+    """Groups that failed at one message have a letter each, of one id."""
+    name, one, two = await dead(kafka, 2), new_name("one"), new_name("two")
+    ids = await bury(on, name, b"1", b"2", group=one)
+    told = {m.message_id: m.headers for m in await (await on.dead_letters(f"{name}.dead")).list()}
+    for each in ids:
+        headers = told[each].merged({ORIGIN_GROUP: two})
+        assert not any(await on.publish([Outgoing(name=f"{name}.dead", body=b"x", message_id=each, headers=headers)]))
+    letters = await on.dead_letters(f"{name}.dead")
+    assert isinstance(letters, KafkaDeadLetters)
+    ones, twos = letters.of_group(one), letters.of_group(two)
+    assert sorted(m.message_id for m in await ones.list(1)) <= sorted(ids) and len(await ones.list(1)) == 1
+    assert {m.headers[ORIGIN_GROUP] for m in await twos.list()} == {two}
+    assert await twos.purge(ids[:1]) == 1
+    assert len(await ones.list()) == 2 and len(await letters.list()) == 3
+    assert await letters.of_group("another").purge() == 0
+    assert await twos.requeue() == 1
+    assert await ones.requeue([ids[1]]) == 1
+    assert [m.message_id for m in await letters.list()] == ids[:1]
+
+
+async def test_letters_that_are_written_again_keep_their_time(kafka: Kafka, on: KafkaConnection) -> None:
+    name, group = await dead(kafka, 1), new_name("group")
+    ids = await bury(on, name, *numbers(range(4)), group=group)
+    letters = await on.dead_letters(f"{name}.dead")
+    before = {m.message_id: m.timestamp for m in await letters.list()}
+    written = [record.timestamp for record in await read(kafka, f"{name}.dead")]
+    for gone in (ids[3], ids[1]):
+        await eventually(lambda: time.time() * 1000 > max(written) + 1)
+        assert await letters.purge([gone]) == 1
+        after = await letters.list()
+        assert {m.message_id: m.timestamp for m in after} == {
+            key: at for key, at in before.items() if key in {m.message_id for m in after}
+        }
+    (first, second) = await read(kafka, f"{name}.dead")
+    assert min(first.timestamp, second.timestamp) > max(written)
+    assert await letters.requeue() == 2
+    assert all(key != DEAD_SINCE for record in await read(kafka, name) for key, _ in record.headers)
 
 
 async def test_by_the_retry_topic_only_the_group_that_failed_gets_it(kafka: Kafka, on: KafkaConnection) -> None:
