@@ -11,7 +11,7 @@ from streamfw.message import Outgoing
 
 from .admin import Topics
 from .deadletters import KafkaDeadLetters
-from .groups import Moved, seek_group, withdraw
+from .groups import Moved, forget_group, near_group, seek_group, withdraw
 from .opening import Opening
 from .publish import Publishing
 from .settings import Settings
@@ -85,15 +85,20 @@ class KafkaConnection(Connection):
         self.check_open()
         return await read_status(self.topics, groups)
 
-    async def seek_group(self, group: str, topic: str, to: Position) -> list[Moved]:
+    async def near_group(self, group: str) -> str:
+        """``; near it: 'shop'``, where there is no such group, for an error's text; empty when none is near."""
+        self.check_open()
+        return await near_group(self.topics, group)
+
+    async def seek_group(self, group: str, topic: str, to: Position, *, new: bool = True) -> list[Moved]:
         """Let a group that does not run read on from elsewhere in a topic; return what was moved. (One that runs moves
-        by itself: `App.seek`.)
+        by itself: `App.seek`.) `new`: it is made if it is not there.
 
         Raises `BrokerRefused`, having moved nothing, while it has members, for an offset that is not kept, and for a
-        topic or partition that is not there; `ValueError` for a time without a time zone.
+        topic or partition (or group, unless `new`) that is not there; `ValueError` for a time without a time zone.
         """
         self.check_open()
-        return await seek_group(self.topics, group, topic, to)
+        return await seek_group(self.topics, group, topic, to, new)
 
     async def dead_letters(self, name: str) -> DeadLetters:
         """See `Connection.dead_letters`."""
@@ -104,6 +109,12 @@ class KafkaConnection(Connection):
         """See `Connection.withdraw`. Raises `BrokerRefused` while members of the group read the topic."""
         self.check_open()
         return await withdraw(self.topics, name, group)
+
+    async def forget_group(self, group: str) -> int:
+        """Forget a group as a whole: what it has committed of every topic, and what waits in its retry topics; return
+        how many messages it had not read or not settled. Raises `BrokerRefused` while it has members."""
+        self.check_open()
+        return await forget_group(self.topics, group)
 
     async def close(self) -> None:
         """Close sources first, then what they publish with."""

@@ -3,6 +3,7 @@ reads: the server refuses everything else, and a member would not notice."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import ClassVar, Final
@@ -20,7 +21,7 @@ from streamfw.errors import BrokerError, BrokerRefused
 
 from .admin import MissingTopic, Topics, by_topic, response_error, topic_name_mistake
 
-__all__ = ["Moved", "offsets_of", "partitions_of", "seek_group", "withdraw"]
+__all__ = ["Moved", "forget_group", "near_group", "offsets_of", "partitions_of", "seek_group", "withdraw"]
 
 _SUBSCRIBED: Final = 86  # GROUP_SUBSCRIBED_TO_TOPIC
 _NOBODY: Final = -1  # the generation of who is no member
@@ -34,6 +35,15 @@ class Moved(msgspec.Struct, frozen=True):
     partition: int
     before: int | None
     after: int
+
+
+async def near_group(topics: Topics, name: str) -> str:
+    """``; near it: 'shop'``, for an error's text; empty when nothing is, or nobody answers."""
+    try:
+        close = difflib.get_close_matches(name, await topics.groups(), n=3)
+    except BrokerError:
+        return ""
+    return f"; near it: {', '.join(map(repr, close))}" if close else ""
 
 
 # -- moving
@@ -53,19 +63,19 @@ async def offsets_of(topics: Topics, to: Position, partitions: Collection[TopicP
     return {tp: end if (offset := found.get(tp)) is None else offset for tp, end in ends.items()}
 
 
-async def seek_group(topics: Topics, group: str, topic: str, to: Position) -> list[Moved]:
-    """Let a group that does not run read on from elsewhere in one topic.
+async def seek_group(topics: Topics, group: str, topic: str, to: Position, new: bool = True) -> list[Moved]:
+    """Let a group that does not run read on from elsewhere in one topic. `new`: it need not be there yet.
 
     Raises `BrokerRefused` while it has members (who would go on from where they are), for a partition that is not there
-    and an offset that is not kept, every other `BrokerError`, and `ValueError` for a time without a time zone. Nothing
-    is moved then.
+    and an offset that is not kept, and for a group that is not there (unless `new`), every other `BrokerError`, and
+    `ValueError` for a time without a time zone. Nothing is moved then.
     """
     if isinstance(to, datetime) and to.tzinfo is None:
         raise ValueError(f"{to!r} has no time zone, so it means another moment on each machine")
     partitions = await partitions_of(topics, topic)
     if isinstance(to, Mapping):
         await _check_offsets(topics, topic, to, partitions)
-    await _check_idle(topics, group)
+    await _check_idle(topics, group, new)
     wanted = await offsets_of(topics, to, partitions)
     before = await topics.committed(group, partitions)
     await _commit(topics, group, wanted)
@@ -95,8 +105,13 @@ async def _check_offsets(
             )
 
 
-async def _check_idle(topics: Topics, group: str) -> None:
-    if members := (await topics.group(group)).members:
+async def _check_idle(topics: Topics, group: str, new: bool) -> None:
+    found = await topics.group(group)
+    if found.state == "Dead" and not new:
+        raise BrokerRefused(
+            f"Kafka: there is no group {group!r}{await near_group(topics, group)}; to make it, say so (--new)"
+        )
+    if members := found.members:
         who = ", ".join(sorted({f"{member.client_id}{member.host}" for member in members})[:5])
         raise _busy(group, f"it has {len(members)} running member{'' if len(members) == 1 else 's'} ({who})")
 
@@ -186,6 +201,22 @@ async def withdraw(topics: Topics, name: str, group: str) -> int:
     return sum(max(0, ends[tp] - offset) for tp, offset in committed.items())
 
 
+async def forget_group(topics: Topics, group: str) -> int:
+    """`withdraw` from all topics that a group has read, and delete the group. Return how many messages it had not read
+    or not settled.
+
+    Raises `BrokerRefused` while it has members.
+    """
+    committed = await topics.committed(group)
+    there = await topics.look({tp.topic for tp in committed}, strict=False) if committed else {}
+    kept = {tp: offset for tp, offset in committed.items() if tp.partition < len(there.get(tp.topic) or ())}
+    ends = await topics.latest(kept)
+    await _delete_group(topics, group, refuse=True)
+    if behind := {tp: end for tp, end in ends.items() if tp.topic.endswith(f".{group}.retry")}:
+        await topics.delete_records(behind)
+    return sum(max(0, ends[tp] - offset) for tp, offset in kept.items())
+
+
 async def _delete_offsets(topics: Topics, group: str, partitions: Collection[TopicPartition]) -> None:
     what = f"withdrawing group {group!r}"
     rows = by_topic((tp, tp.partition) for tp in partitions)
@@ -202,13 +233,16 @@ async def _delete_offsets(topics: Topics, group: str, partitions: Collection[Top
     await _though_gone(topics.patiently(what, once))
 
 
-async def _delete_group(topics: Topics, group: str) -> None:
+async def _delete_group(topics: Topics, group: str, refuse: bool = False) -> None:
+    """Delete it unless somebody reads in it; `refuse`: raises `BrokerRefused` then."""
     what = f"deleting group {group!r}"
 
     async def once() -> None:
         node = await topics.coordinator(group, what)
         response = await topics.nodes.ask(DeleteGroupsRequest([group]), what, node=node)
         for _, code in response.results:
+            if code == NonEmptyGroup.errno and refuse:
+                raise BrokerRefused(f"Kafka: {what}: it has running members; stop them first")
             if code:
                 raise response_error(code, group)
 

@@ -1,4 +1,4 @@
-"""``streamfw kafka``: how consumer groups are, and moving one that does not run.
+"""``streamfw kafka``: how consumer groups are, and moving or forgetting one that does not run.
 
 The Kafka package is looked up when a command runs, as brokers are: the core imports none of them.
 """
@@ -17,6 +17,7 @@ import typer
 from rich.text import Text
 
 from streamfw.broker import Position
+from streamfw.config import near as near_word
 
 from .brokers import broker_of_command
 from .output import BrokerUrl, CommandError, age, console, reporting, safe, say, table
@@ -25,7 +26,7 @@ __all__ = ["commands"]
 
 T = TypeVar("T")
 
-commands = typer.Typer(help="Look at consumer groups of the Kafka broker, and move them.", no_args_is_help=True)
+commands = typer.Typer(help="Look at consumer groups of the Kafka broker, move or forget them.", no_args_is_help=True)
 
 Groups = Annotated[list[str] | None, typer.Option("--group", metavar="GROUP", help="This group; may be repeated.")]
 
@@ -62,7 +63,7 @@ def status(
     What is open is what its process told with its last commit, at most a few seconds ago; of groups that are not
     streamfw's it is not known.
     """
-    found = _with_kafka(broker, lambda connection: connection.status(group))
+    found, near = _with_kafka(broker, lambda connection: _look(connection, group))
     there = [one for one in found if one.state != "Dead"]
     if json:
         print(msgspec.json.format(msgspec.json.encode(there), indent=2).decode())
@@ -71,8 +72,14 @@ def status(
     else:
         for one in there:
             _show(one)
-    if missing := [one.group for one in found if one.state == "Dead"]:
-        raise CommandError(f"no such group: {', '.join(map(repr, missing))}")
+    if near:
+        raise CommandError(f"no such group: {', '.join(f'{name!r}{close}' for name, close in near.items())}")
+
+
+async def _look(connection: Any, groups: Sequence[str] | None) -> tuple[list[Any], dict[str, str]]:
+    """How these groups are, and of those that are not there what is near."""
+    found = await connection.status(groups)
+    return found, {one.group: await connection.near_group(one.group) for one in found if one.state == "Dead"}
 
 
 _COLUMNS = ("topic", "partition", "committed", "end", "lag", "open", "read to", "blocking", "for", "member")
@@ -129,10 +136,11 @@ def seek(
         ),
     ],
     broker: BrokerUrl = None,
+    new: Annotated[bool, typer.Option("--new", help="The group may be one that is not there yet: it is made.")] = False,
 ) -> None:
     """Let a group that does not run read on from elsewhere in a topic."""
     position = _position(to)
-    moved = _with_kafka(broker, lambda connection: connection.seek_group(group, topic, position))
+    moved = _with_kafka(broker, lambda connection: connection.seek_group(group, topic, position, new=new))
     say(f"Group {group} in {topic}:")
     shown = table("partition", "from", "to", right=("partition", "from", "to"))
     for one in moved:
@@ -171,3 +179,52 @@ def _offsets(pairs: Sequence[str]) -> dict[int, int]:
             raise CommandError(f"--to names partition {partition} twice")
         found[int(partition)] = int(offset)
     return found
+
+
+# -- forget
+
+
+@commands.command("forget")
+@reporting
+def forget(
+    group: Annotated[str, typer.Option("--group", metavar="GROUP", help="The group, none of whose members may run.")],
+    topic: Annotated[
+        str | None, typer.Option("--topic", metavar="TOPIC", help="Of this topic only, and of its retry topic.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    broker: BrokerUrl = None,
+) -> None:
+    """Forget a group that nobody runs any more, or a topic that it reads no more: its positions, and what waits in its
+    retry topic. What it has not read is lost to it."""
+    (found,), near = _with_kafka(broker, lambda connection: _look(connection, [group]))
+    if near:
+        raise CommandError(f"no such group: {group!r}{near[group]}")
+    _show_forgotten(found, topic)
+    if not yes:
+        typer.confirm(f"Forget group {safe(group)}{f' in {safe(topic)}' if topic else ''}?", abort=True)
+
+    async def doing(connection: Any) -> int:
+        done: int = await (connection.forget_group(group) if topic is None else connection.withdraw(topic, group))
+        return done
+
+    left = _with_kafka(broker, doing)
+    say(f"Forgotten; it had not done {left:,} message{'' if left == 1 else 's'}.")
+
+
+def _show_forgotten(group: Any, topic: str | None) -> None:
+    """What would be lost. Raises `CommandError` while somebody runs it, and where it has not read the topic."""
+    if topic is None and group.members:
+        count = len(group.members)
+        raise CommandError(
+            f"group {group.group!r} has {count} running member{'' if count == 1 else 's'}; stop them first, or name a "
+            "topic that they do not read with --topic"
+        )
+    names = {one.topic for one in group.partitions}
+    if topic is not None and topic not in names:
+        raise CommandError(f"group {group.group!r} has read nothing of {topic!r}{near_word(topic, sorted(names))}")
+    chosen = names if topic is None else {topic, f"{topic}.{group.group}.retry"} & names
+    shown = table("topic", "partitions", "not done", right=("partitions", "not done"))
+    for name in sorted(chosen):
+        lags = [one.lag for one in group.partitions if one.topic == name]
+        shown.add_row(Text(name), str(len(lags)), f"{sum(lag or 0 for lag in lags):,}")
+    console().print(shown)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from streamfw import DeadLetter, subscriber
 from streamfw.cli.program import program
 from tests.brokers.kafka_apps import all_committed, app_of, committed, fill, filled, member, numbers, topic
-from tests.brokers.kafka_kit import desk, new_name
+from tests.brokers.kafka_kit import desk, new_name, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
 
@@ -133,6 +133,7 @@ async def test_seek_moves_a_group_that_does_not_run(kafka: Kafka, run: Run) -> N
 
     async def to(*wanted: str) -> tuple[dict[int, int], list[str]]:
         arguments = [word for each in wanted for word in ("--to", each)]
+        arguments += ["--new"] * (wanted == ("latest",))
         code, out, error = await asyncio.to_thread(run, "kafka", "seek", "--group", group, "--topic", name, *arguments)
         assert (code, error) == (0, "")
         assert out.startswith(f"Group {group} in {name}:\n")
@@ -182,7 +183,8 @@ async def test_seek_refuses_a_group_that_runs(kafka: Kafka, run: Run) -> None:
 async def test_seek_says_what_is_wrong(kafka: Kafka, run: Run, to: list[str], said: str) -> None:
     name, group = await filled(kafka, 4), new_name("group")
     arguments = [word for each in to for word in ("--to", each)]
-    code, out, error = await asyncio.to_thread(run, "kafka", "seek", "--group", group, "--topic", name, *arguments)
+    command = ["kafka", "seek", "--group", group, "--topic", name, "--new", *arguments]
+    code, out, error = await asyncio.to_thread(run, *command)
     assert (code, out) == (1, "")
     assert said in error
     assert await committed(kafka, name, group) == {}
@@ -191,10 +193,79 @@ async def test_seek_says_what_is_wrong(kafka: Kafka, run: Run, to: list[str], sa
 async def test_seek_in_a_topic_that_is_not_there(kafka: Kafka, run: Run) -> None:
     name = await filled(kafka, 4)
     code, _, error = await asyncio.to_thread(
-        run, "kafka", "seek", "--group", "g", "--topic", name + "s", "--to", "latest"
+        run, "kafka", "seek", "--group", "g", "--topic", name + "s", "--to", "latest", "--new"
     )
     assert code == 1
     assert f"topic '{name}s' does not exist; near it: '{name}'" in error
+
+
+async def test_seek_of_a_group_that_is_not_there(kafka: Kafka, run: Run) -> None:
+    """A slip of its name makes no new group."""
+    name, group = await filled(kafka, 4), new_name("group")
+    command = ["kafka", "seek", "--topic", name, "--to", "latest", "--group"]
+    code, out, error = await asyncio.to_thread(run, *command, group)
+    assert (code, out) == (1, "") and f"there is no group '{group}'" in error and "(--new)" in error
+    assert (await asyncio.to_thread(run, *command, group, "--new"))[0] == 0
+    code, out, error = await asyncio.to_thread(run, *command, group[:-1])
+    assert (code, out) == (1, "") and f"'{group}'" in error.partition("near it: ")[2]
+    assert await committed(kafka, name, group[:-1]) == {}
+    assert (await asyncio.to_thread(run, *command, group))[0] == 0
+    code, _, error = await asyncio.to_thread(run, "kafka", "status", "--group", group[:-1])
+    assert code == 1
+    assert error.startswith(f"error: no such group: '{group[:-1]}'; near it: ") and f"'{group}'" in error
+
+
+# ------------------------------------------------------------------ forget
+
+
+async def test_forget_a_group(kafka: Kafka, run: Run) -> None:
+    name, group = await filled(kafka, 4), new_name("group")
+
+    async def forget(*arguments: str) -> tuple[int, str, str]:
+        return await asyncio.to_thread(run, "kafka", "forget", "--group", *arguments)
+
+    async with member(kafka, name, group):
+        assert await eventually(lambda: committed(kafka, name, group)) == {0: 0, 1: 0}
+        code, out, error = await forget(group, "--yes")
+        assert (code, out) == (1, "") and f"group '{group}' has 1 running member; stop them first" in error
+        code, _, error = await forget(group, "--topic", name, "--yes")
+        assert code == 1 and "stop them" in error
+    code, out, error = await forget(group)  # and nobody says yes
+    assert (code, f"Forget group {group}?" in out) == (1, True)
+    assert await committed(kafka, name, group) == {0: 0, 1: 0}
+    code, out, error = await forget(group, "--yes")
+    assert (code, error) == (0, "")
+    assert [name, "2", "4"] in [cells(line) for line in out.splitlines()]
+    assert out.endswith("Forgotten; it had not done 4 messages.\n")
+    code, _, error = await forget(group, "--yes")
+    assert code == 1 and error.startswith(f"error: no such group: '{group}'")
+
+
+async def test_forget_one_topic_of_a_group(kafka: Kafka, run: Run) -> None:
+    name, other, group = await filled(kafka, 4), await filled(kafka, 2), new_name("group")
+    async with desk(kafka.url) as asked:
+        for each in (name, other):
+            command = ["kafka", "seek", "--group", group, "--topic", each, "--to", "earliest", "--new"]
+            assert (await asyncio.to_thread(run, *command))[0] == 0
+        command = ["kafka", "forget", "--group", group, "--yes", "--topic"]
+        code, _, error = await asyncio.to_thread(run, *command, name + "s")
+        assert code == 1 and f"has read nothing of '{name}s'; did you mean '{name}'?" in error
+        code, out, _ = await asyncio.to_thread(run, *command, name)
+        assert code == 0 and other not in out and out.endswith("it had not done 4 messages.\n")
+        assert {tp.topic for tp in await asked.topics.committed(group)} == {other}
+
+
+async def test_forget_takes_what_waits_in_retry_topics_along(kafka: Kafka, run: Run) -> None:
+    name, group = await filled(kafka, 2, 1), new_name("group")
+    retry = await kafka.create_topic(f"{name}.{group}.retry", 1)
+    await fill(kafka, retry, numbers(range(3)))
+    for each in (name, retry):
+        command = ["kafka", "seek", "--group", group, "--topic", each, "--to", "0=1", "--new"]
+        assert (await asyncio.to_thread(run, *command))[0] == 0
+    code, out, _ = await asyncio.to_thread(run, "kafka", "forget", "--group", group, "--yes")
+    assert code == 0 and out.endswith("Forgotten; it had not done 3 messages.\n")
+    assert [retry, "1", "2"] in [cells(line) for line in out.splitlines()]
+    assert await read(kafka, retry) == [] and len(await read(kafka, name)) == 2
 
 
 # ------------------------------------------------------------------ dead letters
