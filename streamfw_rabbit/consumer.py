@@ -86,13 +86,22 @@ class Window:
 
 class Consumer:
     """The consumer of `plan`'s queue on a channel. While it is `holding`, nothing may be acknowledged; `go_on` is
-    called when that is over. `out` tells how many are out on the channel, as the server sees it."""
+    called when that is over. `last` is the last tag that came, `untold` how many between two are not acknowledged."""
 
     def __init__(
-        self, channel: Channel, plan: Plan, window: Window, *, out: Callable[[], int], go_on: Callable[[], None]
+        self,
+        channel: Channel,
+        plan: Plan,
+        window: Window,
+        *,
+        last: Callable[[], int],
+        untold: Callable[[int, int], int],
+        go_on: Callable[[], None],
     ) -> None:
-        self._channel, self._plan, self._window, self._out, self._go_on = channel, plan, window, out, go_on
+        self._channel, self._plan, self._window = channel, plan, window
+        self._last, self._untold, self._go_on = last, untold, go_on
         self._tag = ""
+        self._before = 0  # the last tag that is not its own
         self._resizing: asyncio.Task[None] | None = None
         self._ended = False
         self.holding = False
@@ -103,6 +112,7 @@ class Consumer:
         tag = f"{self._plan.queue[:100]}-{secrets.token_hex(4)}"
         arguments: FieldTable = {"x-priority": source.consumer_priority} if source.consumer_priority else {}
         await self._channel.qos(self._window.size)
+        self._before = self._last()
         await self._channel.consume(self._plan.queue, tag, arguments=arguments, exclusive=source.exclusive_consumer)
         self._tag = tag
 
@@ -130,7 +140,7 @@ class Consumer:
 
     async def _all_out(self) -> bool:
         end = asyncio.get_running_loop().time() + _PATIENCE
-        while self._out() < self._window.size:
+        while self._untold(self._before + 1, self._last()) < self._window.size:
             if self._ended or self._channel.closed is not None or asyncio.get_running_loop().time() > end:
                 return False
             await asyncio.sleep(0.001)  # what comes is not told one by one

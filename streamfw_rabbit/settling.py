@@ -42,10 +42,10 @@ class Tags:
         """The unsettled tag that holds back others which are settled; None: nothing is held back."""
         return self._ready + 1 if self._done else None
 
-    @property
-    def told(self) -> int:
-        """How many have been acknowledged."""
-        return self._told - len(self._open) - len(self._closed)
+    def untold(self, first: int, last: int) -> int:
+        """How many from `first` to `last`, all of which were delivered, are not acknowledged."""
+        late = sum(tag >= first for tags in (self._open, self._closed) for tag in tags)
+        return late + max(0, last - max(first - 1, self._told))
 
     def is_out(self, tag: int) -> bool:
         """Whether a tag, which was delivered, is not settled."""

@@ -134,7 +134,9 @@ class RabbitSource(Source):
 
     async def _consume(self, channel: Channel) -> None:
         self._channel, self._epoch, self._tags = channel, channel.epoch, Tags()
-        self._consumer = consumer = Consumer(channel, self._plan, self._window, out=self._out, go_on=self._go_on)
+        self._consumer = consumer = Consumer(
+            channel, self._plan, self._window, last=self._last_tag, untold=self._tags.untold, go_on=self._go_on
+        )
         self._why = "the consumer starts"
         channel.on_closed = partial(self._ended, channel)
         channel.on_cancelled = partial(self._cancelled, channel)
@@ -307,13 +309,10 @@ class RabbitSource(Source):
         if self._gap_timer is None and tags.gap is not None:
             self._mind(tags.gap)
 
-    def _out(self) -> int:
-        """How many are out on the channel, as the server sees it when it has read all."""
+    def _last_tag(self) -> int:
+        """Of what came, be it taken or not."""
         channel = self._channel
-        if channel is None:
-            return 0
-        last = channel.inbox[-1].tag if channel.inbox else self._last
-        return last - self._tags.told
+        return channel.inbox[-1].tag if channel is not None and channel.inbox else self._last
 
     def _go_on(self) -> None:
         self._tell()
@@ -378,7 +377,7 @@ class RabbitSource(Source):
                 now - arrived[0][0],
                 self._settings.consumer_timeout,
             )
-        last = channel.inbox[-1].tag if channel.inbox else self._last
+        last = self._last_tag()
         if last >= oldest and (not arrived or last > arrived[-1][1]):
             arrived.append((now, last))
 

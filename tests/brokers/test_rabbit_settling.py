@@ -42,6 +42,7 @@ def test_what_is_told_is_what_was_settled_and_nothing_twice(script: list[Step]) 
         else:
             server.take(tags.frames(step_over=what == "step over"))
             told = set(range(1, 41)) - server.out
+            assert tags.untold(tag, 40) == len([one for one in server.out if one >= tag])
             assert told <= settled, "nothing is acknowledged that was not settled"
             if what == "step over":
                 assert told == settled, "and after stepping over, all that was"

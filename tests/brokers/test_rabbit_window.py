@@ -139,17 +139,18 @@ async def test_a_quick_consumer_grows_and_loses_nothing(connection: RabbitConnec
         await other.left(f"{name}.shop", 0)
 
 
-async def test_who_takes_all_there_is_gets_all_there_may_be(connection: RabbitConnection) -> None:
+async def test_who_takes_all_there_is_gets_all_there_may_be(connection: RabbitConnection, other: Raw) -> None:
     name = new_name()
     async with member(connection, name) as taker:
-        assert await send(connection, *(outgoing(name, b"%d" % n) for n in range(1100))) == [None] * 1100
+        assert await send(connection, *(outgoing(name, b"%d" % n) for n in range(2000))) == [None] * 2000
         taken = await taker.take(1000)
         assert source_of(taker)._window.size == 1000
-        await taker.expect_nothing(0.2)
+        await other.left(f"{name}.shop", 2000 - 32 - 128 - 512 - 1000)
         await taker.acknowledge(taken)
-        taken += await taker.take(100)
-        assert [int(delivery.body) for delivery in taken] == list(range(1100))
-        await taker.acknowledge(taken[1000:])
+        taken += (rest := await taker.take(1000))
+        assert [int(delivery.body) for delivery in taken] == list(range(2000))
+        assert not any(delivery.redelivered for delivery in taken if isinstance(delivery, RabbitDelivery))
+        await taker.acknowledge(rest)
 
 
 async def test_a_slow_handler_does_not_hoard(rabbit: Rabbit, transport: TransportName, other: Raw) -> None:
