@@ -15,6 +15,7 @@ from streamfw.broker import DeadLetters
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Message
 
 from .brokers import broker_of_command, not_memory
+from .grouped import all_of, group_of, of_group
 from .output import BrokerUrl, CommandError, console, reporting, safe, say, table
 
 __all__ = ["commands"]
@@ -26,15 +27,21 @@ commands = typer.Typer(help="Look at dead letters, put them back, or discard the
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Where the dead letters are, as in orders.dead.")]
 Ids = Annotated[list[str] | None, typer.Option("--id", metavar="ID", help="A message id; may be repeated.")]
 All = Annotated[bool, typer.Option("--all", help="All of them.")]
+Group = Annotated[
+    str | None, typer.Option("--group", metavar="GROUP", help="Only those that this group could not handle.")
+]
 Limit = Annotated[int, typer.Option(min=1, help="How many, the oldest first.")]
 
 
-def _with_letters(url: str | None, name: str, do: Callable[[DeadLetters], Awaitable[T]]) -> T:
+_LOOKED_AT = 10_000  # letters, at most, to say more of a few than their number
+
+
+def _with_letters(url: str | None, name: str, group: str | None, do: Callable[[DeadLetters], Awaitable[T]]) -> T:
     broker = not_memory(broker_of_command(url), f"{name!r} is empty on")
 
     async def connected() -> T:
         async with broker.connect() as connection:
-            return await do(await connection.dead_letters(name))
+            return await do(of_group(await connection.dead_letters(name), group))
 
     return asyncio.run(connected())
 
@@ -44,11 +51,11 @@ def _with_letters(url: str | None, name: str, do: Callable[[DeadLetters], Awaita
 
 @commands.command("list")
 @reporting
-def list_letters(name: Name, broker: BrokerUrl = None, limit: Limit = 100) -> None:
+def list_letters(name: Name, broker: BrokerUrl = None, group: Group = None, limit: Limit = 100) -> None:
     """List the oldest dead letters: id, time, where they come from, attempt and error."""
-    letters = _with_letters(broker, name, lambda found: found.list(limit + 1))
+    letters = _with_letters(broker, name, group, lambda found: found.list(limit + 1))
     if not letters:
-        say(f"{name} is empty.")
+        say(_nothing(name, group))
         return
     shown = table("id", "time (UTC)", "origin", "attempt", "error", right=("attempt",))
     for letter in letters[:limit]:
@@ -62,33 +69,34 @@ def list_letters(name: Name, broker: BrokerUrl = None, limit: Limit = 100) -> No
     console().print(shown)
     if len(letters) > limit:
         say(f"There are more than these {limit}: --limit.")
+    if alive := sum(_is_alive(letter) for letter in letters):
+        say(f"{alive} of these {len(letters)} are no dead letters{_meant(name)}", "yellow")
+
+
+def _nothing(name: str, group: str | None) -> str:
+    return f"{name} is empty." if group is None else f"{name} has no dead letters of group {group}."
 
 
 @commands.command("show")
 @reporting
-def show(name: Name, broker: BrokerUrl = None, ids: Ids = None, limit: Limit = 1) -> None:
+def show(name: Name, broker: BrokerUrl = None, ids: Ids = None, group: Group = None, limit: Limit = 1) -> None:
     """Show dead letters in full, headers and body; the oldest, or those of --id."""
     if ids:
-        letters = _with_letters(broker, name, lambda found: _by_id(found, ids))
+        letters = _with_letters(broker, name, group, lambda found: _by_id(found, ids))
     else:
-        letters = _with_letters(broker, name, lambda found: found.list(limit))
+        letters = _with_letters(broker, name, group, lambda found: found.list(limit))
     for letter in letters:
         _show(letter)
     if not letters and not ids:
-        say(f"{name} is empty.")
+        say(_nothing(name, group))
     if missing := sorted(set(ids or ()) - {letter.message_id for letter in letters}):
         raise CommandError(f"not in {name}: {', '.join(missing)}")
 
 
 async def _by_id(found: DeadLetters, ids: Sequence[str]) -> Sequence[Message]:
-    """Those of `ids` that are there. A broker lists from the oldest, so this asks for more until all are found."""
-    limit = 1000
-    while True:
-        letters = await found.list(limit)
-        wanted = [letter for letter in letters if letter.message_id in ids]
-        if len({letter.message_id for letter in wanted}) == len(set(ids)) or len(letters) < limit:
-            return wanted
-        limit *= 10
+    """Those of `ids` that are there, as far as one has to look for one of each."""
+    letters = await all_of(found, lambda some: {letter.message_id for letter in some}.issuperset(ids))
+    return [letter for letter in letters if letter.message_id in ids]
 
 
 def _show(letter: Message) -> None:
@@ -153,11 +161,16 @@ def _time(letter: Message) -> str:
 
 @commands.command("requeue")
 @reporting
-def requeue(name: Name, broker: BrokerUrl = None, ids: Ids = None, all_: All = False) -> None:
+def requeue(name: Name, broker: BrokerUrl = None, ids: Ids = None, all_: All = False, group: Group = None) -> None:
     """Put dead letters back where they came from, for the group that failed, with their attempts at zero."""
     chosen = _chosen(ids, all_, "requeue")
-    done = _with_letters(broker, name, lambda found: found.requeue(chosen))
-    _tell(done, "put back", name, chosen)
+
+    async def put_back(found: DeadLetters) -> None:
+        seen = await _seen(found, chosen)
+        _only_dead_letters(name, seen, "put back")
+        _tell(await found.requeue(chosen), "put back", name, chosen, seen)
+
+    _with_letters(broker, name, group, put_back)
 
 
 @commands.command("purge")
@@ -167,16 +180,19 @@ def purge(
     broker: BrokerUrl = None,
     ids: Ids = None,
     all_: All = False,
+    group: Group = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Discard dead letters for good."""
     chosen = _chosen(ids, all_, "purge")
+    seen = _with_letters(broker, name, group, lambda found: _seen(found, chosen))
     if chosen is None:
-        _only_dead_letters(name, _with_letters(broker, name, lambda found: found.list(100)))
+        _only_dead_letters(name, seen, "discarded")
         if not yes:
-            typer.confirm(f"Discard every dead letter in {name}?", abort=True)
-    done = _with_letters(broker, name, lambda found: found.purge(chosen))
-    _tell(done, "discarded", name, chosen)
+            whose = "" if group is None else f" of group {group}"
+            typer.confirm(f"Discard every dead letter{whose} in {name}?", abort=True)
+    done = _with_letters(broker, name, group, lambda found: found.purge(chosen))
+    _tell(done, "discarded", name, chosen, seen)
 
 
 def _chosen(ids: Sequence[str] | None, all_: bool, verb: str) -> list[str] | None:
@@ -186,17 +202,40 @@ def _chosen(ids: Sequence[str] | None, all_: bool, verb: str) -> list[str] | Non
     return list(dict.fromkeys(ids)) if ids else None
 
 
-def _only_dead_letters(name: str, letters: Sequence[Message]) -> None:
+async def _seen(found: DeadLetters, chosen: Sequence[str] | None) -> Sequence[Message]:
+    """What is there of the chosen ones, as far as it is looked at."""
+    if chosen is None:
+        return await found.list(100)
+    letters = await all_of(found, lambda some: False, most=_LOOKED_AT)
+    return [letter for letter in letters if letter.message_id in chosen]
+
+
+def _only_dead_letters(name: str, letters: Sequence[Message], what: str) -> None:
     """A slip of the name must not empty a queue that is alive."""
-    alive = sum(ORIGIN not in letter.headers for letter in letters)
+    alive = sum(map(_is_alive, letters))
     if alive and not name.endswith(".dead"):
         raise CommandError(
-            f"{alive} of the first {len(letters)} messages in {name} are no dead letters; nothing was discarded. "
-            f"Did you mean {name}.dead?"
+            f"{alive} of the first {len(letters)} messages in {name} are no dead letters; nothing was {what}"
+            f"{_meant(name)}"
         )
 
 
-def _tell(done: int, what: str, name: str, chosen: Sequence[str] | None) -> None:
-    say(f"{done} {what}.")
+def _is_alive(letter: Message) -> bool:
+    return ORIGIN not in letter.headers
+
+
+def _meant(name: str) -> str:
+    return "." if name.endswith(".dead") else f". Did you mean {name}.dead?"
+
+
+def _tell(done: int, what: str, name: str, chosen: Sequence[str] | None, seen: Sequence[Message]) -> None:
+    groups = sorted({group_of(letter) for letter in seen})
+    if chosen is not None and done == len(seen) and len(groups) > 1:
+        say(f"{done} {what}, of {len(groups)} groups: {', '.join(map(safe, groups))}.")
+    else:
+        say(f"{done} {what}.")
     if chosen is not None and done < len(chosen):
-        raise CommandError(f"{len(chosen) - done} of {len(chosen)} ids could not be {what}: not in {name} (any more)")
+        why = f"not in {name} (any more)"
+        if what != "discarded" and any(map(_is_alive, seen)):
+            why += ", or without an origin to go back to"
+        raise CommandError(f"{len(chosen) - done} of {len(chosen)} ids could not be {what}: {why}")

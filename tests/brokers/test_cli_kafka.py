@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 
 from streamfw import DeadLetter, subscriber
 from streamfw.cli.program import program
-from tests.brokers.kafka_apps import all_committed, app_of, committed, fill, filled, member, numbers, topic
-from tests.brokers.kafka_kit import desk, new_name, read
+from streamfw.message import Headers, dead_letter_headers
+from tests.brokers.kafka_apps import all_committed, app_of, broker_of, committed, fill, filled, member, numbers, topic
+from tests.brokers.kafka_kit import desk, new_name, outgoing, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
 
@@ -308,3 +310,35 @@ async def test_dead_letters_by_the_command_line(kafka: Kafka, run: Run) -> None:
         assert await dlq("list", dead) == f"{dead} is empty.\n"
     code, _, error = await asyncio.to_thread(run, "dlq", "list", name + ".dea")
     assert code == 1 and f"topic '{name}.dea' does not exist; near it: '{dead}'" in error
+
+
+async def test_dead_letters_of_groups_that_share_a_topic(kafka: Kafka, run: Run) -> None:
+    name, one, two = await topic(kafka, 1), new_name("one"), new_name("two")
+    dead = await kafka.create_topic(f"{name}.dead", 1)
+    retry = await kafka.create_topic(f"{name}.{one}.retry", 1)
+    async with broker_of(kafka).connect() as opened:
+        connection: Any = opened
+        for group, places in ((one, [name, retry]), (two, [name])):
+            for place in places:
+                await connection.seek_group(group, place, "latest")
+        letters = [
+            outgoing(dead, b"{}", message_id=each, headers=dead_letter_headers(Headers(()), "no", "E", name, group, 3))
+            for each in ("a", "b")
+            for group in (one, two)
+        ]
+        assert not any(await connection.publish(letters))
+
+    async def dlq(*arguments: str) -> tuple[int, str, str]:
+        return await asyncio.to_thread(run, "dlq", *arguments)
+
+    code, out, error = await dlq("requeue", dead, "--id", "a")
+    assert (code, out) == (1, "")
+    assert f"1 of 2 letters of '{dead}' were put back. What stays: 1 of group '{two}': " in error
+    assert f"streamfw kafka forget --group {one} --topic {name}" in error
+    assert (await dlq("requeue", dead, "--group", one, "--id", "b")) == (0, "1 put back.\n", "")
+    code, out, _ = await dlq("list", dead, "--group", two)
+    assert code == 0 and out.count(f"(group {two})") == 2
+    assert (await dlq("list", dead, "--group", one))[1] == f"{dead} has no dead letters of group {one}.\n"
+    code, _, _ = await asyncio.to_thread(run, "kafka", "forget", "--group", one, "--topic", name, "--yes")
+    assert code == 0
+    assert await dlq("requeue", dead, "--all") == (0, "2 put back.\n", "")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from uuid import UUID
 
 import pytest
@@ -21,7 +21,7 @@ from streamfw.broker import Broker, Connection
 from streamfw.cli.program import program
 from streamfw.errors import BrokerUnavailable
 from streamfw.memory import MemoryBroker
-from streamfw.message import Message, Outgoing
+from streamfw.message import Headers, Message, Outgoing
 
 _numbers = itertools.count()
 
@@ -211,8 +211,6 @@ def test_which_broker(run: Run, url: str, command: list[str]) -> None:
 
 
 def letter(number: int, body: bytes = b"{}", **headers: str | bytes) -> Outgoing:
-    from streamfw.message import Headers
-
     own = {
         "streamfw-error": "ValueError: no such item",
         "streamfw-error-type": "ValueError",
@@ -315,3 +313,67 @@ def test_a_queue_that_is_alive_is_not_purged(run: Run, url: str) -> None:
     assert "1 of the first 1 messages in orders are no dead letters; nothing was discarded" in error
     assert "Did you mean orders.dead?" in error
     assert len(kept(url, "orders")) == 1
+
+
+def test_a_queue_that_is_alive_is_not_requeued(run: Run, url: str) -> None:
+    put(url, Outgoing(name="orders", body=b"", message_id="1"))
+    for options in (["--all"], ["--id", "1"]):
+        code, out, error = run("dlq", "requeue", "orders", "--broker", url, *options)
+        assert (code, out) == (1, "")
+        assert "1 of the first 1 messages in orders are no dead letters; nothing was put back" in error
+        assert "Did you mean orders.dead?" in error
+    code, out, _ = run("dlq", "list", "orders", "--broker", url)
+    assert code == 0
+    assert "1 of these 1 are no dead letters. Did you mean orders.dead?" in out
+    put(url, Outgoing(name="orders.dead", body=b"", message_id="2"))
+    code, out, error = run("dlq", "requeue", "orders.dead", "--broker", url, "--id", "2")
+    assert (code, out) == (1, "0 put back.\n")
+    assert "not in orders.dead (any more), or without an origin to go back to" in error
+
+
+# -- of one group
+
+
+def of_groups(url: str) -> None:
+    """Message 0 and 1 failed for the shop, 1 and 2 for the bank."""
+    bank: dict[str, Any] = {"streamfw-origin-group": "bank"}
+    put(url, letter(0), letter(1), letter(1, **bank), letter(2, **bank))
+
+
+def test_the_letters_of_one_group(run: Run, url: str) -> None:
+    of_groups(url)
+    code, out, _ = run("dlq", "list", "orders.dead", "--broker", url, "--group", "bank")
+    assert [line.split()[0] for line in out.splitlines() if "no such item" in line] == ["1", "2"]
+    assert "group shop" not in out
+    assert run("dlq", "list", "orders.dead", "--broker", url, "--group", "bnak")[1] == (
+        "orders.dead has no dead letters of group bnak.\n"
+    )
+    code, out, _ = run("dlq", "show", "orders.dead", "--broker", url, "--group", "bank", "--id", "1")
+    assert code == 0 and out.count("group bank") == 1 and "shop" not in out
+    options = ["orders.dead", "--broker", url, "--group"]
+    assert run("dlq", "requeue", *options, "bank", "--id", "2", "--id", "0") == (
+        1,
+        "1 put back.\n",
+        "error: 1 of 2 ids could not be put back: not in orders.dead (any more)\n",
+    )
+    assert run("dlq", "purge", *options, "shop", "--id", "0") == (0, "1 discarded.\n", "")
+    assert run("dlq", "purge", *options, "nobody", "--all", "--yes") == (0, "0 discarded.\n", "")
+    assert len(kept(url, "orders.dead")) == 2
+
+
+@pytest.mark.parametrize("verb", [["requeue"], ["purge", "--yes"]])
+def test_one_id_of_several_groups_is_not_taken_for_one(run: Run, url: str, verb: list[str]) -> None:
+    """This broker takes letters by their id."""
+    of_groups(url)
+    for which in (["--all"], ["--id", "1"]):
+        which = [word for word in verb if word != "--yes" or which == ["--all"]] + which
+        code, out, error = run("dlq", *which, "orders.dead", "--broker", url, "--group", "bank")
+        assert (code, out) == (1, "")
+        assert "ids are here for other groups as well" in error and "The first: 1, of bank, shop" in error
+    assert len(kept(url, "orders.dead")) == 4
+
+
+def test_letters_of_several_groups_are_told(run: Run, url: str) -> None:
+    of_groups(url)
+    said = "2 discarded, of 2 groups: bank, shop.\n"
+    assert run("dlq", "purge", "orders.dead", "--broker", url, "--id", "1") == (0, said, "")
