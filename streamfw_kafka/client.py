@@ -24,6 +24,20 @@ __all__ = ["NOTHING", "NO_GENERATION", "GroupConsumer", "fresh_assignor"]
 # Where nobody has set up logging, Python prints errors; what aiokafka calls one, it mostly tries again, and what it
 # does not is raised here.
 logging.getLogger("aiokafka").addHandler(logging.NullHandler())
+if logging.getLogger("aiokafka").level == logging.NOTSET:
+    logging.getLogger("aiokafka").setLevel(logging.WARNING)  # who wants to know more sets it
+
+
+class _Calm(logging.Filter):
+    """Leaves out what aiokafka warns of though it is part of any group's life; what we make of it is logged here."""
+
+    ORDINARY = ("Heartbeat failed for group %s because it is rebalancing", "Group Coordinator Request failed: %s")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg not in self.ORDINARY
+
+
+logging.getLogger("aiokafka.consumer.group_coordinator").addFilter(_Calm())
 log = logging.getLogger("streamfw.kafka")
 
 NOTHING = TopicPartition("\0nothing", 0)

@@ -219,6 +219,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         now = time.monotonic()
         if self.rebalances:
             self.paused = [*self.paused[-99:], now - self._shut_at]
+        log.info("%r: %s", self._subscription, ", ".join(map(_named, self.parts)) or "no partitions")
         self.rebalances += 1
         self.trouble = None  # or the committed offsets could not have been read
         self.joined_at = now
@@ -458,6 +459,10 @@ def holds_back(delivery: object) -> bool:
     """See `Source.holds_back`."""
     part: Part = delivery.part  # type: ignore[attr-defined]
     return part.live and part.mark.behind(delivery.offset)  # type: ignore[attr-defined]
+
+
+def _named(tp: TopicPartition) -> str:
+    return f"{tp.topic}-{tp.partition}"
 
 
 def _is_gone(delivery: object) -> bool:

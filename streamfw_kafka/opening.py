@@ -29,6 +29,7 @@ __all__ = ["Opening"]
 
 log = logging.getLogger("streamfw.kafka")
 Publish = Callable[[Sequence[Outgoing]], Awaitable[Sequence[PublishError | None]]]
+DEFAULT_CLIENT_ID = Settings.__struct_defaults__[0]
 EARLIEST, LATEST = "earliest", "latest"
 
 
@@ -96,6 +97,7 @@ class Opening:
         }
         return GroupConsumer(
             fresh_assignor(),
+            client_id=self._client_id(),
             group_id=self.subscription.group,
             group_instance_id=self._instance(),
             session_timeout_ms=round(settings.session_timeout * 1000),
@@ -104,8 +106,14 @@ class Opening:
             max_poll_interval_ms=round(settings.max_poll_interval * 1000),
             fetch_max_wait_ms=round(settings.fetch_wait * 1000),
             isolation_level=settings.isolation,
-            **arguments,
+            **{name: value for name, value in arguments.items() if name != "client_id"},
         )
+
+    def _client_id(self) -> str:
+        """The group's tools show it for each member: it should say which process that is. One that was given is kept,
+        because quotas go by it."""
+        given, member = self.settings.client_id, self.subscription.member
+        return f"{given}-{member}" if member and given == DEFAULT_CLIENT_ID else given
 
     def _instance(self) -> str | None:
         """The name of this member where it is static: each subscriber of a process is one, also several in a group."""
