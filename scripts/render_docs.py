@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import sys
+import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ import msgspec
 
 from streamfw.config import Settings, SubscriberSettings
 from streamfw.memory import MemoryBroker
+from streamfw_kafka import KafkaBroker
+from streamfw_kafka.settings import Settings as KafkaSettings
 from streamfw_postgres import PostgresBroker
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -41,7 +44,7 @@ CONFIGURATION = """\
 Arguments of `App` win over the environment, the environment over `streamfw.toml` (where the process runs, or the file
 that `STREAMFW_CONFIG` or `streamfw run --config` names), the file over defaults. Each wrong key or value is an error
 that names its path, and all of them come together. A variable's name is `STREAMFW_`, the path in capitals, and `__`
-between its parts. This page is rendered from the code.
+between its parts. Times are in seconds, sizes in bytes. This page is rendered from the code.
 """
 
 
@@ -61,6 +64,8 @@ def described(owner: type) -> dict[str, str]:
 
 def plain(annotation: Any) -> str:
     """A type as a reader of a table wants it."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return " or ".join(plain(one) for one in typing.get_args(annotation) if one is not types.NoneType)
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
     if typing.get_origin(annotation) is typing.Literal:
@@ -87,13 +92,16 @@ def struct_rows(owner: type[msgspec.Struct], prefix: str, leave: tuple[str, ...]
         yield row(f"{prefix}{field.name}", hints[field.name], default, says[field.name])
 
 
-def broker_rows(owner: type) -> Iterator[str]:
+def broker_rows(owner: type, settings: type[msgspec.Struct] | None = None) -> Iterator[str]:
+    """The options of a broker. `settings` is what has the defaults where the constructor's are None."""
+    kept = {} if settings is None else {field.name: field.default for field in msgspec.structs.fields(settings)}
     says = described(owner)
     hints = typing.get_type_hints(owner.__init__)  # type: ignore[misc]
     yield row("brokers.NAME.url", str, inspect.Parameter.empty, "where it is, and which kind it is (by the scheme)")
     for parameter in inspect.signature(owner).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            yield row(f"brokers.NAME.{parameter.name}", hints[parameter.name], parameter.default, says[parameter.name])
+            default = kept.get(parameter.name, parameter.default)
+            yield row(f"brokers.NAME.{parameter.name}", hints[parameter.name], default, says[parameter.name])
 
 
 def configuration() -> str:
@@ -101,11 +109,12 @@ def configuration() -> str:
     parts += struct_rows(Settings, "", leave=("brokers", "subscribers"))
     parts += ["\n## A subscriber, by the name of its handler\n", TABLE]
     parts += struct_rows(SubscriberSettings, "subscribers.NAME.")
-    for title, owner in (
-        ("A broker: `postgres://`, `postgres+embedded://`", PostgresBroker),
-        ("A broker: `memory://`", MemoryBroker),
+    for title, owner, settings in (
+        ("A broker: `postgres://`, `postgres+embedded://`", PostgresBroker, None),
+        ("A broker: `kafka://`, `kafka+tls://`", KafkaBroker, KafkaSettings),
+        ("A broker: `memory://`", MemoryBroker, None),
     ):
-        parts += [f"\n## {title}\n", TABLE, *broker_rows(owner)]
+        parts += [f"\n## {title}\n", TABLE, *broker_rows(owner, settings)]
     parts.append("\n`NAME` is `default` for the broker that subscribers use unless they name another.\n")
     return "\n".join(parts)
 

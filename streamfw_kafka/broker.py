@@ -20,29 +20,41 @@ class KafkaBroker(Broker):
     """Apache Kafka 2.4 or later, over aiokafka.
 
     `url` is ``kafka://user:password@host:port,host:port/?option=value`` (``kafka+tls://`` over TLS). The options stand
-    in the URL's query as well; given both ways, the argument wins. Times are in seconds, sizes in bytes.
+    in the URL's query as well; given both ways, the argument wins. Times are in seconds, sizes in bytes. What an option
+    is when it is not given stands in parentheses.
 
-    - `client_id`: what the server's log calls us.
-    - `username`, `password`, `sasl`: ``PLAIN`` (the default with a user name), ``SCRAM-SHA-256`` or ``SCRAM-SHA-512``.
-    - `ca`, `cert`, `key`: files in PEM: whom to trust (default: the system's), and our own certificate and its key.
-    - `create_topics`, `partitions`, `replication`: make topics that are missing when they are subscribed or published
-      to, with so many partitions and replicas (-1: the server's defaults).
-    - `isolation`: ``read_committed`` does not see records of aborted transactions, and waits for open ones.
-    - `session_timeout`, `heartbeat`, `rebalance_timeout`, `max_poll_interval`: of the consumer group. A heartbeat's
-      interval is how long the group pauses when its members change.
-    - `rebalance_drain`: how long running handlers may finish before their partitions move; the whole group waits.
-    - `static_member`: a name of this process that stays the same when it restarts (``group.instance.id``): a restart
-      within `session_timeout` then moves no partition; but nobody takes over in that time.
-    - `commit_every`, `commit_after`: seconds, or messages, between two commits; a killed process repeats what it did
-      since the last.
-    - `open_limit`, `window_limit`: how many messages of a partition may be unsettled, and how far apart they may be,
-      before it is not read further.
-    - `fetch_wait`: how long the server may wait for records.
-    - `compression`: ``none``, ``gzip``, ``snappy``, ``lz4`` or ``zstd``, of what is published.
-    - `max_body`: the largest body that is published.
-    - `linger`: how long a publish waits for others to go with it.
-    - `publish_timeout`, `request_timeout`, `connect_timeout`, `commit_timeout`: how long each may take.
-    - `metadata_age`: after how long topics and partitions are asked for again.
+    - `client_id` ("streamfw"): what the server's log calls us, and ``streamfw kafka status`` a member.
+    - `username` (none): who logs in; better in the URL.
+    - `password` (none): with it; better in the URL, or in the environment.
+    - `sasl` (none): how: ``PLAIN`` (with a user name where nothing is given), ``SCRAM-SHA-256`` or ``SCRAM-SHA-512``.
+    - `ca` (none): over TLS, the file in PEM of whom to trust instead of the system's certificates.
+    - `cert` (none): over TLS, the file in PEM of our own certificate; with `key`.
+    - `key` (none): the file in PEM of the certificate's key.
+    - `create_topics` (false): make topics that are missing when they are subscribed or published to.
+    - `partitions` (-1): of a topic that is made; -1 is the server's default.
+    - `replication` (-1): replicas of a topic that is made; -1 is the server's default.
+    - `isolation` ("read_committed"): ``read_committed`` does not see records of aborted transactions, and waits for
+      open ones.
+    - `session_timeout` (45.0): how long the partitions of a killed process wait until another one has them.
+    - `heartbeat` (0.4): between two signs of life, and about how long a group pauses when its members change.
+    - `rebalance_timeout` (60.0): how long the group waits for its slowest member when partitions move.
+    - `rebalance_drain` (1.0): how long running handlers may finish before their partitions move; the whole group waits.
+    - `commit_every` (0.2): between two commits; a killed process repeats what it did since the last.
+    - `commit_after` (5000): so many settled messages are committed earlier.
+    - `commit_timeout` (5.0): how long a commit may take.
+    - `open_limit` (10000): unsettled messages of a partition at which it is not read further.
+    - `window_limit` (50000): messages from the oldest unsettled one to the newest at which it is not read further.
+    - `fetch_wait` (0.1): how long the server may wait for records before it answers.
+    - `max_poll_interval` (300.0): how long the client may stand still before it leaves the group.
+    - `static_member` (none): a name of this process that stays the same when it restarts (``group.instance.id``): a
+      restart within `session_timeout` then moves no partition; but nobody takes over in that time.
+    - `compression` ("none"): ``none``, ``gzip``, ``snappy``, ``lz4`` or ``zstd``, of what is published.
+    - `max_body` (1000000): the largest body that is published.
+    - `linger` (0.0): how long a publish waits for others to go with it.
+    - `request_timeout` (10.0): how long one request may take.
+    - `publish_timeout` (30.0): how long a publish may take, however often it is sent.
+    - `connect_timeout` (10.0): how long connecting may take.
+    - `metadata_age` (10.0): after how long topics and partitions are asked for again.
 
     Raises `ValueError`, naming the option, for a wrong value.
     """

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
+import re
 import ssl
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer, codec
 from aiokafka import errors as kafka_errors
 
 from streamfw.config import make_broker
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigError, redact
+from streamfw_kafka import KafkaBroker
 from streamfw_kafka.errors import translated
 from streamfw_kafka.nodes import Nodes, diagnosed
 from streamfw_kafka.settings import Settings, client_arguments, parsed
@@ -26,6 +31,17 @@ MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 # ---------------------------------------------------------------------- the URL
+
+
+def test_the_docstring_names_every_option_and_its_default() -> None:
+    text = inspect.getdoc(KafkaBroker) or ""
+    said = dict(re.findall(r"^- `(\w+)` \((.+?)\): ", text, re.M))
+    names = [field.name for field in msgspec.structs.fields(Settings) if field.name not in ("bootstrap", "tls")]
+    assert {*said} == {*names} == {*inspect.signature(KafkaBroker).parameters} - {"url"}
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
+    assert {name: "none" if value == "none" else json.loads(value) for name, value in said.items()} == {
+        name: "none" if defaults[name] is None else defaults[name] for name in names
+    }
 
 
 def test_a_url_names_servers_login_and_options() -> None:
