@@ -60,7 +60,8 @@ class State:
 
 class DeliveryField:
     """Marks a parameter that takes a field of the delivery. Brokers declare their own keys with it:
-    ``Offset = Annotated[int, DeliveryField("offset")]``."""
+    ``Offset = Annotated[int, DeliveryField("offset")]``. A parameter with a default takes it on brokers that have no
+    such field: ``offset: Offset = -1``."""
 
     __slots__ = ("field",)
 
@@ -204,7 +205,7 @@ class _Builder:
             self.states[name] = kind
             self.arguments[name] = f"_bound_{name}"
         elif isinstance(marker, DeliveryField):
-            self.per_message(name, f"message.{marker.field}")
+            self.field(parameter, marker.field)
         elif marker is UnitConnection or isinstance(marker, UnitConnection):
             self.refuse(name, kind, "transaction")
             optional = type(None) in get_args(kind)
@@ -220,6 +221,13 @@ class _Builder:
         else:
             return False
         return True
+
+    def field(self, parameter: inspect.Parameter, field: str) -> None:
+        name = parameter.name
+        if parameter.default is parameter.empty:
+            return self.per_message(name, f"message.{field}")
+        self.names[f"_default_{name}"] = parameter.default
+        return self.per_message(name, f"getattr(message, {field!r}, _default_{name})")
 
     def refuse(self, name: str, kind: Any, what: str) -> None:
         if (mistake := parameter_mistake(self.place, name, kind, what)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -120,8 +121,8 @@ def not_in_memory(built: Sequence[BuiltSubscriber]) -> None:
     errors = [
         BuildError(
             one.declaration.where,
-            f"parameter {parameter!r} takes the delivery's {field!r}, which memory's have not: use "
-            "TestApp(app, live=True), or call the handler as the plain function that it is",
+            f"parameter {parameter!r} takes the delivery's {field!r}, which there is none of in memory: give it a "
+            "default, use TestApp(app, live=True), or call the handler as the plain function that it is",
         )
         for one in built
         for parameter, field in _fields(one)
@@ -132,8 +133,11 @@ def not_in_memory(built: Sequence[BuiltSubscriber]) -> None:
 
 
 def _fields(one: BuiltSubscriber) -> Iterator[tuple[str, str]]:
-    """Parameters marked with a `DeliveryField`, and the field's name."""
+    """Parameters without a default that are marked with a `DeliveryField`, and the field's name."""
+    given = inspect.signature(one.declaration.handler).parameters
     for parameter, hint in typing.get_type_hints(one.declaration.handler, include_extras=True).items():
+        if parameter not in given or given[parameter].default is not inspect.Parameter.empty:
+            continue
         for marker in _markers(hint):
             if isinstance(marker, DeliveryField):
                 yield parameter, marker.field

@@ -217,3 +217,12 @@ async def test_what_has_to_be_bound_is_named() -> None:
     compiled = compile_call(handle, JsonCodec(), "handler")
     assert compiled.states == {"pool": Tree}
     assert compiled.publishers == {"out": ("receipts", Order)}
+
+
+async def test_a_field_that_a_delivery_has_not_takes_the_default() -> None:
+    async def handle(
+        message: Message, offset: Annotated[int, DeliveryField("offset")] = -1, *, attempt: Annotated[int, Attempt] = 7
+    ) -> object:
+        return offset, attempt
+
+    assert await compile_call(handle, JsonCodec(), "handle").call(Message(name="x", body=b"", attempt=2)) == (-1, 2)
