@@ -32,7 +32,10 @@ class Counted:
 
     name: str = "code"
     title: str = "What the code costs, counted"
-    about: str = "Calls a message (`sys.setprofile`) on the memory broker, and what stays in memory; nothing is timed."
+    about: str = (
+        "Calls a message (`sys.setprofile`) on the memory broker and on Kafka's source with its records at hand, and "
+        "what stays in memory; nothing is timed."
+    )
 
     def count(self, report: Callable[[str], None]) -> list[Count]:
         counts = []
