@@ -343,8 +343,8 @@ class Source(ABC):
         """
 
     def holds_back(self, delivery: Delivery) -> bool:
-        """Whether something behind this delivery, which is not settled, is settled already, so that it would be repeated
-        if this one did not end before the position is committed for the last time. For positional sources; asked while
+        """Whether something behind this delivery, which is not settled, is settled already: it would be repeated if
+        this one did not end before the position is committed for the last time. For positional sources; asked while
         their pump is held."""
         return False
 

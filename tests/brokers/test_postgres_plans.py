@@ -75,7 +75,7 @@ def _check(plan: dict[str, Any], most_buffers: int) -> None:
 
 
 # Pages that one row may cost: itself, its new version, and a descent of each index for both (how many of them, the
-# server's fill of its pages decides). 200 rows by this are far from what a walk over a million rows reads (over 10,000).
+# server's fill of its pages decides). 200 rows by this are far from what a walk over a million rows reads (10,000).
 A_ROW = 20
 MANY = 200 * A_ROW
 SOME = f"array[{', '.join(map(str, range(1, 201)))}]"
