@@ -173,12 +173,14 @@ class Receipts:
     """The answers to a group of publishes, by place. One future a group, not a message.
 
     `Channel.publish` takes it with a place in it. It is complete when every place has its answer; a place is answered
-    once, and later answers to it are ignored.
+    once, and later answers to it are ignored. Who makes many may give the running `loop`: to ask for it costs a system
+    call (before Python 3.12).
     """
 
-    __slots__ = ("_waiter", "answers", "left")
+    __slots__ = ("_loop", "_waiter", "answers", "left")
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop
         self.answers: list[Answer] = [OPEN] * count
         self.left = count
         """How many places have no answer yet."""
@@ -197,7 +199,7 @@ class Receipts:
         """Wait for all of them, by one task at a time. It may be cancelled or timed out: the answers that are there
         stay, and it can wait again."""
         while self.left:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = (self._loop or asyncio.get_running_loop()).create_future()
             await self._waiter
         return self.answers
 

@@ -44,6 +44,7 @@ _GROWTH: Final = 4
 _MOST: Final = 65535  # AMQP's prefetch has 16 bits
 _WEIGHT: Final = 0.1  # of the newest body in the average
 _PATIENCE: Final = 0.1  # seconds for the prefetch to be all out
+_ANSWER: Final = 2.0  # seconds for the server to answer
 _QUICK: Final = 0.5  # seconds in which who is quick gets as many as the prefetch has
 
 
@@ -153,9 +154,9 @@ class Consumer:
         await self._channel.cancel(self._tag)
 
     async def rest(self) -> None:
-        """Returns when nothing is held back."""
+        """Returns when nothing is held back, or the server does not answer."""
         if self._resizing is not None:
-            await asyncio.wait({self._resizing})
+            await asyncio.wait({self._resizing}, timeout=_ANSWER)
 
     async def heard(self) -> None:
         """Returns when the server has read all that was sent on the channel before. Raises a `BrokerError`."""

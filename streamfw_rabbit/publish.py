@@ -86,6 +86,7 @@ class Publishing:
         """How many calls of `publish` wait for answers."""
         self._quiet: asyncio.Future[None] | None = None
         self._closed = False
+        self._loop = asyncio.get_running_loop()
         epochs.blocked_changed = self._blocked_changed
 
     @property
@@ -128,8 +129,8 @@ class Publishing:
         return [errors.get(place) or self._error(messages[place], answer) for place, answer in enumerate(answers)]
 
     def _begun(self, count: int) -> tuple[Call, Receipts]:
-        began = asyncio.get_running_loop().time()
-        call = Call(Receipts(count), began, began + self._settings.publish_timeout, int(time.time()))
+        began = self._loop.time()
+        call = Call(Receipts(count, self._loop), began, began + self._settings.publish_timeout, int(time.time()))
         self.calls += 1
         self._lane.watch(call.receipts, call.deadline)
         return call, call.receipts
@@ -262,7 +263,7 @@ class Publishing:
         return found
 
     async def _find(self, name: str, deadline: float) -> Route | PublishError:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         while True:
             try:
                 await self._asking.connected(max(0.0, deadline - loop.time()))
@@ -319,8 +320,8 @@ class Publishing:
         """Take nothing more, and wait until `deadline` (of the loop's clock) for the answers to what is under way."""
         self._closed = True
         if self.calls:
-            self._quiet = asyncio.get_running_loop().create_future()
-            await asyncio.wait({self._quiet}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+            self._quiet = self._loop.create_future()
+            await asyncio.wait({self._quiet}, timeout=max(0.0, deadline - self._loop.time()))
         for lane in (self._lane, *self._inboxes.values()):
             lane.close()
         await self._addresses.close()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -450,6 +450,13 @@ class RabbitSource(Source):
     def _require_open(self) -> None:
         if self._closed:
             raise BrokerClosed("this subscription to RabbitMQ was closed")
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Source.gauges`. ``open``: messages that came and are not settled; ``buffered``: those of them that wait
+        here to be fetched; ``prefetch``: how many may be open."""
+        channel = self._channel
+        waiting = len(self._inbox) + (len(channel.inbox) if channel is not None else 0)
+        return {"open": self._last_tag() - self._settled, "buffered": waiting, "prefetch": self._window.size}
 
     def health(self) -> Health:
         """See `Source.health`: live is who has the server's ConsumeOk."""

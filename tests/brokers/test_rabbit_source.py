@@ -141,6 +141,18 @@ async def test_at_most_the_prefetch_is_out(connection: RabbitConnection, other: 
 # ---------------------------------------------------------------------- what a delivery carries
 
 
+async def test_gauges(connection: RabbitConnection) -> None:
+    source = RabbitQueue(new_name("gauges"), prefetch=10)
+    async with member(connection, source.name, source=source) as taker:
+        assert taker.source.gauges() == {"open": 0, "buffered": 0, "prefetch": 10}
+        await fill(connection, source.name, 20)
+        taken = await taker.take(4)
+        await eventually(lambda: taker.source.gauges() == {"open": 10, "buffered": 6, "prefetch": 10})
+        await taker.acknowledge(taken)
+        await eventually(lambda: taker.source.gauges() == {"open": 10, "buffered": 10, "prefetch": 10})
+    assert taker.source.gauges()["open"] == 0
+
+
 async def test_foreign_messages(connection: RabbitConnection, other: Raw) -> None:
     exchange = new_name("events")
     source = RabbitQueue(new_name("foreign"), exchange=Exchange(exchange, "topic"), bind="#", key="routing_key")
