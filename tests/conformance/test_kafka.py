@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from streamfw.broker import Broker
@@ -10,7 +12,7 @@ from streamfw_kafka import KafkaBroker
 from tests.brokers.kafka_cut import cut_everything
 from tests.services.kafka import Kafka
 
-QUICK = {
+QUICK: dict[str, Any] = {
     "create_topics": True,
     "partitions": 4,
     "heartbeat": 0.1,
