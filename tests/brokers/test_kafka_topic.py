@@ -295,8 +295,12 @@ async def test_a_compacted_topic_has_gaps_and_they_are_nobodys(kafka: Kafka) -> 
                 await fill(kafka, name, numbers(range(10 * round_, 10 * round_ + 10)), key=key)
         kept = await eventually(lambda: compacted(kafka, name, 4 * 30), 30.0)
         await one.source.seek("earliest")
-        taken = await one.take(len(kept))
-        assert offsets(taken) == [(0, offset) for offset in kept]
+        taken = await one.take(1)
+        while offsets(taken)[-1] != (0, kept[-1]):
+            taken += await one.poll(20.0)
+        left = [record.offset for record in await read(kafka, name)]  # the server may have gone on meanwhile
+        assert {*left} <= {offset for _, offset in offsets(taken)} <= {*kept}
+        assert offsets(taken) == sorted({*offsets(taken)})
         await one.acknowledge(reversed(taken))
         pending = asyncio.create_task(one.poll(30.0))
         await all_committed(kafka, name, group)
