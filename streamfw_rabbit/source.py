@@ -194,6 +194,7 @@ class RabbitSource(Source):
         self._inbox.clear()
         self._arrived.clear()
         self._last = self._warned = self._settled = 0
+        self._trouble = None  # it was about what is lost now
         if self._gap_timer is not None:
             self._gap_timer.cancel()
             self._gap_timer = None
@@ -349,6 +350,8 @@ class RabbitSource(Source):
                 if self._epoch == delivery.epoch and self._tags.settle(delivery.tag):
                     self._settled += 1
                     self._tell()
+                return
+            if self._epoch != delivery.epoch:
                 return
             self._trouble = f"a message cannot be put aside for later: {failed}"
             log.log(logging.DEBUG if tries else logging.WARNING, "%s: %s", self._plan.where, self._trouble)
