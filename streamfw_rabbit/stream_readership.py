@@ -45,6 +45,7 @@ STAND_BY: Final = 1.0  # seconds between two tries of a standby
 LOOK: Final = 5.0  # seconds between two looks at where the stream ends
 DOUBT: Final = 10.0  # seconds after which a stream that ends before what was read of it is taken for another one
 _SLICE: Final = 1.0
+_PAUSE: Final = 2.0  # seconds between two attempts, at most, while there is a connection
 _MOST: Final = 65535  # AMQP's prefetch has 16 bits
 
 
@@ -76,15 +77,16 @@ class Readership:
         self._sure = True  # whether that place is known to be there
         self._doubted: float | None = None  # since when the stream ends before it
         self._held = self._stands_by = self._ousted = False
+        self._ended_one: Reader | None = None  # to be closed: its channel may be open, and hold the lock
         self._why = "not open yet"
         self._trouble = ""
 
     # -- beginning
 
-    async def begin(self, timeout: float) -> bool:
+    async def begin(self, epoch: Epoch) -> bool:
         """Read, or (False) stand by. Raises a `BrokerError`."""
-        epoch = await self._consuming.connected(timeout)
         async with self._opening:
+            await self._bury()
             if self._declared is not epoch:
                 await declare(self._consuming, self._plan, epoch.server_version)
                 self._declared = epoch
@@ -100,6 +102,11 @@ class Readership:
                 await reader.close()
                 raise
             return True
+
+    async def _bury(self) -> None:
+        reader, self._ended_one = self._ended_one, None
+        if reader is not None:
+            await reader.close()
 
     async def _stand_by(self) -> None:
         if not self._stands_by:
@@ -157,7 +164,7 @@ class Readership:
         reader, self.reader = self.reader, None
         if reader is None:
             return
-        self._why = reader.why or ""
+        self._why, self._ended_one = reader.why or "", reader
         if reader.gone:
             self._declared = None
         self._held = True
@@ -189,16 +196,35 @@ class Readership:
                 if self._ousted:  # by whom has the lock as well, or believes so: not at once again
                     self._ousted = False
                     await asyncio.sleep(STAND_BY)
-                if not await self.begin(_SLICE):
+                if not await self.begin(await self._connected()):
                     await asyncio.sleep(STAND_BY)
                 attempt = 0
             except BrokerError as error:
-                if not error.transient:
-                    raise
-                self._why = str(error)
+                await self._failed(error)
                 log.log(logging.DEBUG if attempt else logging.INFO, "%s: %s; trying again", self._plan.where, error)
-                await asyncio.sleep(backoff(attempt))
+                await asyncio.sleep(min(backoff(attempt), _PAUSE))
                 attempt += 1
+
+    async def _connected(self) -> Epoch:
+        """Wait for the server, however long."""
+        while True:
+            try:
+                return await self._consuming.connected(_SLICE)
+            except BrokerUnavailable as error:
+                await self._failed(error)
+
+    async def _failed(self, error: BrokerError) -> None:
+        """Nobody reads here for now. Who cannot read may not have any more what was read."""
+        if not error.transient:
+            raise error
+        self._why, self._stands_by = str(error), False
+        if self.reader is not None:
+            return
+        try:
+            await self._look_whether_ours()
+        except BrokerError as of_the_store:
+            if not of_the_store.transient:
+                raise
 
     async def _until_its_end(self, reader: Reader) -> None:
         while reader.why is None:
@@ -323,9 +349,9 @@ class Readership:
         reading, self.reading = self.reading, None
         if reading is not None:
             self._over(reading)
-        reader, self.reader = self.reader, None
-        if reader is not None:
-            await reader.close()
+        if self.reader is not None:
+            await self.reader.close()
+        await self._bury()
         await self._bookmark.close()
 
     async def _last(self) -> None:

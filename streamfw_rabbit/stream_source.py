@@ -44,7 +44,7 @@ class StreamSource(Source):
     """See `streamfw.broker.Source`. A connection that is lost is waited for, and no error of `fetch`."""
 
     def __init__(self, subscription: Subscription, stream: Stream, settings: Settings, consuming: Epochs) -> None:
-        self._subscription, self._settings = subscription, settings
+        self._subscription, self._settings, self._consuming = subscription, settings, consuming
         self._make = maker_of(subscription, stream)
         self._wake = Signal()
         self._readership = Readership(subscription, stream, settings, consuming, self._wake)
@@ -57,7 +57,7 @@ class StreamSource(Source):
 
     async def open(self) -> None:
         """Open for the first time; the server must be there. Raises a `BrokerError`."""
-        await self._readership.begin(self._settings.connect_timeout)
+        await self._readership.begin(await self._consuming.connected(self._settings.connect_timeout))
         for keep in (self._readership.keep_reading, self._readership.keep_storing):
             task = asyncio.create_task(keep(), name=f"streamfw rabbit {self._subscription.name} {keep.__name__}")
             task.add_done_callback(self._task_ended)

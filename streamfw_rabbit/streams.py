@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias
@@ -45,6 +46,7 @@ OPEN_LIMIT: Final = 10_000
 WINDOW_LIMIT: Final = 50_000
 _PARTITION: Final = 0  # a stream is one
 _NOWHERE: Final = -1
+_AGE: Final = re.compile(r"[1-9][0-9]*[YMDhms]")
 _WORDS: Final = ("first", "last", "next")
 
 Start: TypeAlias = "Literal['first', 'last', 'next'] | datetime | int"
@@ -62,9 +64,11 @@ class Stream(msgspec.Struct, frozen=True):
       begin anew in each process.
     - `offset`: where a group without a stored offset begins: at the ``first`` message that is kept, at the beginning of
       the ``last`` chunk (a chunk is what the server wrote in one go), with what comes ``next``, at a time (with a time
-      zone, in whole seconds; at the beginning of the chunk of that time, so a little before), or at an offset.
+      zone, in whole seconds; at the beginning of the chunk of that time, so a little before), or at an offset or the
+      nearest one.
     - `declare`: as that of `RabbitQueue`.
-    - `max_age`, `max_length_bytes`: seconds, or bytes, after which the server drops the oldest segments.
+    - `max_age`, `max_length_bytes`: when the server drops the oldest segments: in seconds, or as the server writes it
+      (``7D``), and in bytes.
     - `exchange`, `bind`: what is bound to it, as of `RabbitQueue`.
     - `arguments`: others, by their ``x-`` names (``x-stream-max-segment-size-bytes``).
     - `prefetch`: messages that are on their way to this process (default: the subscriber's, 1,000). The server always
@@ -78,7 +82,7 @@ class Stream(msgspec.Struct, frozen=True):
     offset: Start = "first"
     store: OffsetStore | None = None
     declare: Declare | None = None
-    max_age: float | None = None
+    max_age: float | str | None = None
     max_length_bytes: int | None = None
     exchange: Exchange | str | None = None
     bind: str | Sequence[str | tuple[Any, ...]] = ()
@@ -101,7 +105,7 @@ class Stream(msgspec.Struct, frozen=True):
         """The arguments it is declared with."""
         found: dict[str, FieldValue] = {"x-queue-type": "stream"}
         if self.max_age is not None:
-            found["x-max-age"] = f"{int(self.max_age)}s"
+            found["x-max-age"] = self.max_age if isinstance(self.max_age, str) else f"{int(self.max_age)}s"
         if self.max_length_bytes is not None:
             found["x-max-length-bytes"] = self.max_length_bytes
         return found | dict(self.arguments)
@@ -119,9 +123,12 @@ class Stream(msgspec.Struct, frozen=True):
                 f"Stream(store={store!r}): where the group's offset is kept has to be said: PostgresOffsets(dsn), "
                 "ServerOffsets(url), or MemoryOffsets() for tests"
             )
-        for option, value in (("max_age", self.max_age), ("max_length_bytes", self.max_length_bytes)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 1):
-                found.append(f"Stream({option}={value!r}): a number of at least 1 is needed")
+        if self.max_age is not None and not _is_age(self.max_age):
+            found.append(
+                f"Stream(max_age={self.max_age!r}): seconds (1 at least), or text as '12h' or '7D', are needed"
+            )
+        if self.max_length_bytes is not None and not _is_count(self.max_length_bytes):
+            found.append(f"Stream(max_length_bytes={self.max_length_bytes!r}): a number of at least 1 is needed")
         found += (f"Stream(arguments=..): {told}" for told in argument_mistakes("stream", self.arguments))
         for argument, option in _OPTIONS.items():
             if argument in self.arguments:
@@ -134,6 +141,16 @@ _OPTIONS: Final = {
     "x-max-age": "max_age=",
     "x-max-length-bytes": "max_length_bytes=",
 }
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_age(value: object) -> bool:
+    if isinstance(value, str):
+        return _AGE.fullmatch(value) is not None
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
 
 
 def start_mistake(start: object) -> str | None:
