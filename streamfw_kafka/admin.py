@@ -345,7 +345,8 @@ class Topics:
         return await self.patiently(what, once)
 
     async def group(self, name: str) -> Group:
-        """One group; "Dead" if there is none of that name."""
+        """One group; "Dead" if there is none of that name, and "Unknown", without members, if it speaks a protocol that
+        we cannot ask about (KIP-848): the server tells such a one apart by its list only."""
         what = f"asking for group {name!r}"
 
         async def once() -> Group:
@@ -356,7 +357,10 @@ class Topics:
                 raise response_error(code, name)
             return Group(name, state, assignor, tuple(_member(member) for member in members))
 
-        return await self.patiently(what, once)
+        found = await self.patiently(what, once)
+        if found.state == "Dead" and name in await self.groups():
+            return msgspec.structs.replace(found, state="Unknown")
+        return found
 
     async def coordinator(self, group: str, what: str) -> int:
         """The number of the node that a group's requests go to. Raises a `KafkaError` or a `BrokerError`; `patiently`

@@ -81,7 +81,7 @@ class GroupPartition(msgspec.Struct, frozen=True):
 
 class GroupStatus(msgspec.Struct, frozen=True):
     """A consumer group; `state` in Kafka's words: Stable, Empty (no members), PreparingRebalance, CompletingRebalance,
-    Dead (there is none of that name)."""
+    Dead (there is none of that name), Unknown (its members speak a protocol that we cannot ask about: KIP-848)."""
 
     group: str
     state: str

@@ -79,6 +79,8 @@ def status(
 async def _look(connection: Any, groups: Sequence[str] | None) -> tuple[list[Any], dict[str, str]]:
     """How these groups are, and of those that are not there what is near."""
     found = await connection.status(groups)
+    if groups is None:  # those that went meanwhile are nobody's loss
+        return found, {}
     return found, {one.group: await connection.near_group(one.group) for one in found if one.state == "Dead"}
 
 
@@ -88,7 +90,10 @@ _WORDS = ("topic", "member", "waiting")
 
 def _show(group: Any) -> None:
     count = len(group.members)
-    say(safe(f"{group.group}: {group.state}, {count} member{'' if count == 1 else 's'}"), "bold")
+    members = f"{count} member{'' if count == 1 else 's'}"
+    if group.state == "Unknown":
+        members = "of another protocol (KIP-848), so its members are not known"
+    say(safe(f"{group.group}: {group.state}, {members}"), "bold")
     if not group.partitions:
         say("It has read nothing yet.")
         return

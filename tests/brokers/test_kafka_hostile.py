@@ -20,10 +20,10 @@ from streamfw.message import ORIGIN, ORIGIN_GROUP, TOMBSTONE, Headers, Outgoing
 from streamfw_kafka.connection import KafkaConnection
 from streamfw_kafka.publish import Stored
 from streamfw_kafka.wire import MESSAGE_ID
-from tests.brokers.kafka_apps import app_of, broker_of, fill, filled, numbers, source_of, topic
+from tests.brokers.kafka_apps import app_of, broker_of, committed, fill, filled, numbers, source_of, topic
 from tests.brokers.kafka_kit import desk, new_name, outgoing, read
 from tests.helpers import eventually
-from tests.services.kafka import Kafka, OwnKafka
+from tests.services.kafka import Kafka, OwnKafka, java_tool
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -94,6 +94,27 @@ async def test_letters_beyond_our_own_limits_are_put_back_and_make_room_for_othe
         too_large, no_key = await connection.publish([outgoing(name, large), outgoing(name, TOMBSTONE)])
         assert "max_body=100000" in str(too_large)
         assert "a tombstone without a key" in str(no_key)
+
+
+# -- groups of others
+
+
+def test_a_group_of_the_new_protocol_is_shown_and_moved_like_others(kafka: Kafka, run: Run) -> None:
+    """aiokafka cannot ask who its members are; the old request calls such a group dead."""
+    group = new_name("group")
+    name = asyncio.run(filled(kafka, 20, 1))
+    told = ("--bootstrap-server", kafka.bootstrap, "--topic", name, "--group", group, "--from-beginning")
+    rest = ("--consumer-property", "group.protocol=consumer", "--max-messages", "20")
+    done = java_tool("org.apache.kafka.tools.consumer.ConsoleConsumer", *told, *rest)
+    assert done.returncode == 0, done.stderr
+    code, out, error = run("kafka", "status", "--group", group)
+    assert (code, error) == (0, "")
+    assert f"{group}: Unknown, of another protocol (KIP-848), so its members are not known" in out
+    assert [line.split() for line in out.splitlines() if name in line] == [[name, "0", "20", "20", "0"]]
+    assert run("kafka", "status")[0] == 0
+    code, out, error = run("kafka", "seek", "--group", group, "--topic", name, "--to", "0=3")
+    assert (code, error) == (0, "")
+    assert asyncio.run(committed(kafka, name, group)) == {0: 3}
 
 
 # -- what cannot be read
