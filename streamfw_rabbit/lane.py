@@ -164,14 +164,14 @@ class Lane:
 
     async def _changed(self, deadline: float) -> bool:
         """Wait for a change; False when there was none by `deadline`."""
-        if self._change is None:
-            self._change = asyncio.get_running_loop().create_future()
+        change = self._change = asyncio.get_running_loop().create_future()  # of one task at a time: whose turn it is
         try:
             async with asyncio.timeout_at(deadline):
-                await self._change  # by one task at a time: whose turn it is
+                await change
         except TimeoutError:
-            self._change = None
             return False
+        finally:
+            self._change = None
         return True
 
     def watch(self, receipts: Receipts, deadline: float) -> None:

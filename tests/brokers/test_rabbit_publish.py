@@ -227,6 +227,31 @@ async def test_priorities_where_the_queue_has_them(rabbit: Rabbit, transport: Tr
             await taker.acknowledge(taken)
 
 
+async def test_a_publish_that_is_cancelled_holds_up_nobody(rabbit: Rabbit, transport: TransportName) -> None:
+    """One that waits for room, or its turn, is cancelled; those behind it go on, in their order."""
+    name = new_name()
+    async with (
+        Proxy.to_tcp(rabbit.host, rabbit.port) as proxy,
+        connected(rabbit.at("127.0.0.1", proxy.port), transport=transport, window=1) as connection,
+        connected(rabbit) as sound,
+        member(sound, name) as taker,
+    ):
+        assert await send(connection, outgoing(name, b"0")) == [None]
+        proxy.black_hole()
+        calls = [asyncio.create_task(send(connection, outgoing(name, b"%d" % n))) for n in range(1, 8)]
+        lane = connection.publishing.lane
+        await eventually(lambda: lane.channel is not None and lane.channel.unconfirmed == 1)
+        await asyncio.sleep(0)
+        calls[1].cancel()  # waits for room
+        calls[3].cancel()  # waits for its turn
+        await asyncio.wait({calls[1], calls[3]})
+        proxy.resume()
+        assert [await call for call in calls if not call.cancelled()] == [[None]] * 5
+        taken = await taker.take(6)
+        assert [delivery.body for delivery in taken] == [b"0", b"1", b"3", b"5", b"6", b"7"]
+        await taker.acknowledge(taken)
+
+
 # ---------------------------------------------------------------------- a server that is away, or takes nothing
 
 
