@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 _SCHEMES: Final = ("postgres://", "postgresql://")
 _CONNECT: Final = 10.0  # seconds
 _CLOSE: Final = 2.0
+_MIGRATE: Final = 30.0
 
 # Small, and written several times a second: so that its dead rows are reused on the spot.
 _TABLE: Final = """
@@ -98,7 +99,7 @@ class PostgresOffsets(OffsetStore):
         """Do something on a connection of its own."""
         connection = await self.connect()
         try:
-            return await self.bounded(connection, work(connection))
+            return await self.bounded(connection, work(connection), _MIGRATE)
         finally:
             connection.terminate()
 
@@ -118,10 +119,10 @@ class PostgresOffsets(OffsetStore):
         except _driver_errors() as error:
             raise self._translated(error, "connecting") from error
 
-    async def bounded(self, connection: asyncpg.Connection, work: Awaitable[_T]) -> _T:
+    async def bounded(self, connection: asyncpg.Connection, work: Awaitable[_T], timeout: float | None = None) -> _T:
         """A statement that is not answered in time ends its connection. It is not cancelled: that would take one more
         connection to a server that may be unreachable."""
-        timer = asyncio.get_running_loop().call_later(self.timeout, connection.terminate)
+        timer = asyncio.get_running_loop().call_later(timeout or self.timeout, connection.terminate)
         try:
             return await work
         except _driver_errors() as error:
@@ -195,7 +196,7 @@ class _InPostgres(Bookmark):
             connection = await self._offsets.connect()
             try:
                 if self._offsets.migrates:
-                    await self._offsets.bounded(connection, self._offsets.ensure_table(connection))
+                    await self._offsets.bounded(connection, self._offsets.ensure_table(connection), _MIGRATE)
             except BaseException:
                 connection.terminate()
                 raise

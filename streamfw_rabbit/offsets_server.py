@@ -8,6 +8,10 @@ Theory of operation
     of the server, in order: what it returns has been stored. A store on a connection that is gone does nothing, in
     silence; then the query is not answered, and that is how it shows.
 
+    The server knows no owner of an offset, and fences nobody. So before each store we look whether what is there is
+    ours: if it is not, somebody else has read on meanwhile. Between that look and the store nothing but the reader's
+    lock keeps others off; what comes of it is a repetition.
+
     rstream's `Client` is the connection itself, without recovery: what has failed once is thrown away. One that was
     lost it does not close, so that is done here.
 """
@@ -43,7 +47,8 @@ class ServerOffsets(OffsetStore):
     the server's stream plugin.
 
     The server forgets an offset whose message it has dropped (`Stream.max_age`, `Stream.max_length_bytes`); the group
-    begins at `Stream.offset` then, so that should be ``first``.
+    begins at `Stream.offset` then, so that should be ``first``. Each store is a record in the stream, and takes an
+    offset.
 
     - `url`: ``rabbitmq-stream://user:password@host:port`` (port 5552), or ``rabbitmq-stream+tls://`` (port 5551).
     - `ca`: a file in PEM with certificates to trust (default: the system's).
@@ -78,23 +83,29 @@ class _InStream(Bookmark):
     def __init__(self, offsets: ServerOffsets, place: Place) -> None:
         self._offsets, self._place = offsets, place
         self._client: Client | None = None
+        self._ours: set[int | None] = set()  # what is there may be of us; several, while it is not known what arrived
         self._closed = False
 
     async def take(self) -> int | None:
-        """The server knows no owner: that others keep off is the reader's lock."""
         found = await self._do(self._queried())
+        self._ours = {found}
         return None if found is None else (found + 1) % _WRAP
 
     async def is_ours(self) -> bool:
-        return True
+        return await self._do(self._queried()) in self._ours
 
     async def store(self, offset: int) -> bool:
-        found = await self._do(self._stored((offset - 1) % _WRAP))
-        if found != (offset - 1) % _WRAP:
+        if not await self.is_ours():
+            return False
+        done = (offset - 1) % _WRAP
+        self._ours.add(done)
+        found = await self._do(self._stored(done))
+        if found != done:
             raise BrokerUnavailable(
                 f"{self._offsets!r}: {offset - 1} was stored for {self._place.group!r} in {self._place.stream!r}, and "
                 f"{found} is there: does somebody else store under this name?"
             )
+        self._ours = {done}
         return True
 
     async def _stored(self, done: int) -> int | None:

@@ -256,9 +256,9 @@ class Reader:
             self._taken = 0
             self._channel.ack(self._latest, multiple=True)
 
-    async def close(self) -> None:
+    async def close(self, why: str = "closed by us") -> None:
         """End it, and the lock with it: that first, for a channel that acknowledges closes slowly. Never raises."""
-        self._end("closed by us")
+        self._end(why)
         try:
             await self._channel.cancel(LOCK_TAG)
         except BrokerError:

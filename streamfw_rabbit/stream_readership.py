@@ -297,8 +297,7 @@ class Readership:
             await self._begin_at(reader, self.reading.mark.end, sure=True)
             self._wake.set()
         except BrokerError as error:
-            log.info("%s: %s", self._plan.where, error)
-            await reader.close()
+            await reader.close(str(error))
 
     # -- storing
 
@@ -327,7 +326,7 @@ class Readership:
                 return True
             self._lose()
         if self.reader is not None:
-            await self.reader.close()
+            await self.reader.close("another process has taken over")
         return False
 
     def _note_trouble(self, error: BrokerError) -> None:

@@ -81,7 +81,7 @@ async def test_a_lower_one_is_stored_as_well(kept: tuple[OffsetStore, Place]) ->
         assert await bookmark.take() == 3
 
 
-async def test_groups_and_vhosts_are_apart(kept: tuple[OffsetStore, Place]) -> None:
+async def test_groups_are_apart(kept: tuple[OffsetStore, Place]) -> None:
     store, place = kept
     async with opened(store, place) as bookmark, opened(store, place._replace(group="other")) as other:
         await bookmark.take()
@@ -89,6 +89,19 @@ async def test_groups_and_vhosts_are_apart(kept: tuple[OffsetStore, Place]) -> N
         assert await other.take() is None
         assert await other.store(2)
         assert await bookmark.take() == 7
+
+
+async def test_who_reads_on_meanwhile_is_noticed(kept: tuple[OffsetStore, Place]) -> None:
+    store, place = kept
+    async with opened(store, place) as first, opened(store, place) as second:
+        await first.take()
+        assert await first.store(10)
+        assert await second.take() == 10
+        assert await second.store(20)
+        assert not await first.is_ours()
+        assert not await first.store(11)
+        assert await second.is_ours()
+        assert await second.take() == 20
 
 
 async def test_a_bookmark_closes_twice_and_unused(kept: tuple[OffsetStore, Place]) -> None:
@@ -119,6 +132,17 @@ async def test_who_lost_it_cannot_move_it(fenced: OffsetStore) -> None:
         assert await first.take() == 11
         assert await first.store(12)
         assert not await second.store(13)
+
+
+async def test_vhosts_and_streams_are_apart(fenced: OffsetStore) -> None:
+    places = [PLACE, PLACE._replace(vhost="other"), PLACE._replace(stream="other")]
+    for number, place in enumerate(places):
+        async with opened(fenced, place) as bookmark:
+            assert await bookmark.take() is None
+            assert await bookmark.store(number)
+    for number, place in enumerate(places):
+        async with opened(fenced, place) as bookmark:
+            assert await bookmark.take() == number
 
 
 async def test_who_never_took_it_cannot_store(fenced: OffsetStore) -> None:

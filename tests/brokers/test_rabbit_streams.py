@@ -635,6 +635,17 @@ async def test_a_stream_that_was_made_anew_is_read_from_its_beginning(
     assert "it ends at 3, before 10" in caplog.text
 
 
+async def test_an_offset_that_never_was_is_read_from_the_beginning(on: Desk) -> None:
+    await on.make()
+    await on.fill(3)
+    assert isinstance(on.store, MemoryOffsets)
+    on.store.stored[Place(on.server.vhost, NAME, "shop")] = 2**40
+    async with reader(on) as one:
+        await eventually(lambda: "before 1099511627776" in one.source.health().detail)
+        assert offsets(await one.take(3)) == [0, 1, 2]
+        assert one.source.health().ok
+
+
 async def test_what_the_server_has_dropped_is_said(on: Desk, caplog: pytest.LogCaptureFixture) -> None:
     small = {"max_length_bytes": 2000, "arguments": {"x-stream-max-segment-size-bytes": 500}}
     async with reader(on, stream=small) as one:
