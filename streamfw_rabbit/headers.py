@@ -144,7 +144,8 @@ def visible_headers(properties: Properties) -> Headers:
     except ValueError as error:
         return malformed(error)
     pairs = [(name, _text(value)) for name, value in table.items() if not is_reserved(name)]
-    pairs += _natives(properties)
+    # One that is in both places is told once: RabbitMQ could not carry it twice in a dead letter.
+    pairs += [native for native in _natives(properties) if native[0] not in table]
     if ORDER in table:
         places = _places(table[ORDER])
         pairs.sort(key=lambda pair: places.get(pair[0], len(places)))

@@ -128,6 +128,23 @@ def test_what_other_publishers_write_is_read_as_text() -> None:
     }
 
 
+scalars = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), values)
+trees: st.SearchStrategy[Any] = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=8
+)
+short = st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
+
+
+@given(st.dictionaries(names, trees, max_size=6), short, short, short)
+def test_whatever_others_write_can_be_put_aside(
+    table: dict[str, Any], content_type: str | None, correlation_id: str | None, reply_to: str | None
+) -> None:
+    """A dead letter is published with the headers that a handler saw; it must not fail for what somebody else wrote."""
+    theirs = Properties(raw_headers=table, content_type=content_type, correlation_id=correlation_id, reply_to=reply_to)
+    shown = visible_headers(over_the_wire(theirs))
+    assert visible_headers(over_the_wire(sent(shown.pairs))).pairs == shown.pairs
+
+
 def test_what_the_server_adds_is_not_shown() -> None:
     deaths: list[FieldValue] = [{"reason": "expired", "queue": "q"}]
     table: dict[str, FieldValue] = {"tenant": "acme", "x-death": deaths, "x-first-death-queue": "q", "CC": ["other"]}
