@@ -123,7 +123,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
       with it. ``process`` counts are this process's own.
     - `dead_letter`: `settle` moves a message to the subscription's dead letter by itself, in one step, with the headers
       named in `streamfw.message` (`ERROR` and those after it) and an attempt of 1 there; and `Connection.dead_letters`
-      answers. If not, the runtime publishes it there, and settles the original once that is confirmed.
+      answers. If not, the runtime publishes it there, and settles the original once that is confirmed; then
+      `Connection.dead_letters` may answer all the same.
     - `ordered_by`: the orders that hold over all processes of a group.
     - `priorities`, `transactions`, `replies`, `seek`, `tombstones`: has them. `publishing_transactions`: what a handler
       publishes on this broker is part of its transaction.
