@@ -169,6 +169,7 @@ class Readership:
             self._declared = None
         self._held = True
         self._subscription.pump.hold()
+        self.tick.set()  # whoever takes over now is not to repeat what is done
         self._ended.set()
 
     def _lose(self) -> None:
