@@ -117,7 +117,7 @@ class Members:
 
     def go_on(self, name: str) -> None:
         process = self._alive.get(name) or self._leaving.get(name)
-        if process is not None:  # else it was killed meanwhile
+        if process is not None and process.returncode is None:  # else it was killed meanwhile
             process.send_signal(signal.SIGCONT)
             self._befell(name, "go on")
 
