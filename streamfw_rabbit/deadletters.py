@@ -7,6 +7,7 @@ the channel closes.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
@@ -29,7 +30,9 @@ from .topology import group_queue
 if TYPE_CHECKING:
     from aiormq.abc import DeliveredMessage
 
-__all__ = ["RabbitDeadLetters", "adopt"]
+__all__ = ["RabbitDeadLetters", "adopt", "keep_adopting"]
+
+log = logging.getLogger("streamfw.rabbit")
 
 _BATCH: Final = 100
 # How often, and after how many seconds, to look whether what was given back is there.
@@ -121,6 +124,23 @@ async def adopt(epochs: Epochs, publishing: Publishing, name: str, queue: str) -
                 await table.end(one)
                 moved += 1
     return moved
+
+
+async def keep_adopting(epochs: Epochs, publishing: Publishing, name: str, queue: str) -> None:
+    """`adopt`, again and again until it has worked, or been refused. To be cancelled when the queue's source closes."""
+    attempt = 0
+    while True:
+        try:
+            await adopt(epochs, publishing, name, queue)
+            return
+        except BrokerError as error:
+            log.log(
+                logging.INFO if error.transient else logging.WARNING, "taking over %r for %r: %s", name, queue, error
+            )
+            if not error.transient:
+                return
+        await asyncio.sleep(backoff(attempt))
+        attempt += 1
 
 
 async def _passed_on(publishing: Publishing, one: Taken, queue: str, properties: Properties, name: str) -> bool:

@@ -19,8 +19,6 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -35,15 +33,15 @@ from streamfw.errors import (
     Unsupported,
 )
 from streamfw.outcome import ACK, Ack, Drop, Retry
-from streamfw.runtime.settler import backoff
 
 from .again import Again
 from .channel import Channel, Closed, RawDelivery
 from .consumer import Consumer, Window
-from .deadletters import adopt
-from .delivery import RabbitDelivery, left_of, maker_of
+from .deadletters import keep_adopting
+from .delivery import RabbitDelivery, maker_of
 from .epochs import Epoch, Epochs
 from .errors import ChannelGone
+from .overdue import LOOKS, Overdue
 from .publish import Publishing
 from .settings import Settings
 from .settling import Tags
@@ -51,12 +49,9 @@ from .topology import Plan, declare, queue_ladder
 
 __all__ = ["RabbitSource"]
 
-log = logging.getLogger("streamfw.rabbit")
-
 _GAP: Final = 0.05  # seconds that a gap may hold back acknowledgements
 _LINGER: Final = 0.25  # seconds after which a quorum queue has surely got what its channel has read
 _SLICE: Final = 1.0  # seconds between two looks whether to wait for the server still
-_LOOKS: Final = 8  # looks at what is out, in the time after which the server takes a consumer for dead
 
 
 class RabbitSource(Source):
@@ -75,7 +70,10 @@ class RabbitSource(Source):
         self._consuming, self._publishing = consuming, publishing
         source = plan.source
         self._ladder = queue_ladder(plan.queue) if retries else None
-        self._again = Again(self._ladder, consuming, publishing) if self._ladder is not None else None
+        self._again: Again | None = None
+        if self._ladder is not None:
+            self._again = Again(self._ladder, consuming, publishing, alive=self._is_alive, done=self._put_aside)
+        self._overdue = Overdue(plan.where, settings.consumer_timeout)
         self._make = maker_of(subscription.name, subscription.ordered_by, plan.queue, source.key, self._ladder)
         self._window = Window(plan, subscription)
         self._channel: Channel | None = None
@@ -90,12 +88,8 @@ class RabbitSource(Source):
         self._waiter: asyncio.Future[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
         self._told_at = float("-inf")
-        self._moving: dict[tuple[int, int], asyncio.Task[None]] = {}  # what is being published again: epoch and tag
-        self._trouble: str | None = None
         self._adopting: asyncio.Task[None] | None = None
         self._watching: asyncio.TimerHandle | None = None
-        self._arrived: deque[tuple[float, int]] = deque()  # times, and the last tag that was there by then
-        self._warned = 0
         self._stopped = self._closed = False
         self.late = 0
 
@@ -153,20 +147,8 @@ class RabbitSource(Source):
         if self._plan.exchange is None or self._plan.declare != "declare" or self._adopting is not None:
             return
         name, queue = self._plan.exchange, self._plan.queue
-        self._adopting = asyncio.create_task(self._keep_adopting(name, queue), name=f"streamfw rabbit {queue} adopts")
-
-    async def _keep_adopting(self, name: str, queue: str) -> None:
-        attempt = 0
-        while not self._stopped:
-            try:
-                await adopt(self._consuming, self._publishing, name, queue)
-                return
-            except BrokerError as error:
-                log.log(logging.INFO if error.transient else logging.WARNING, "%s: %s", self._plan.where, error)
-                if not error.transient:
-                    return
-            await asyncio.sleep(backoff(attempt))
-            attempt += 1
+        adopting = keep_adopting(self._consuming, self._publishing, name, queue)
+        self._adopting = asyncio.create_task(adopting, name=f"streamfw rabbit {queue} adopts")
 
     # -- what the channel calls: none of it may suspend or raise
 
@@ -192,9 +174,10 @@ class RabbitSource(Source):
     def _forget_channel(self) -> None:
         self._channel, self._consumer, self._epoch, self._live = None, None, 0, False
         self._inbox.clear()
-        self._arrived.clear()
-        self._last = self._warned = self._settled = 0
-        self._trouble = None  # it was about what is lost now
+        self._overdue.forget()
+        self._last = self._settled = 0
+        if self._again is not None:
+            self._again.trouble = None  # it was about what is lost now
         if self._gap_timer is not None:
             self._gap_timer.cancel()
             self._gap_timer = None
@@ -236,21 +219,9 @@ class RabbitSource(Source):
             count += 1
             taken.append(make(raw, epoch))
         del inbox[:count]
-        if self._ladder is not None and any(delivery.attempt > 1 for delivery in taken):
-            taken = self._without_early(taken)
+        if self._again is not None and any(delivery.attempt > 1 for delivery in taken):
+            return self._again.without_early(taken)
         return taken
-
-    def _without_early(self, taken: list[RabbitDelivery]) -> list[RabbitDelivery]:
-        """Those whose whole pause was longer than the retry queues can do go there once more."""
-        assert self._ladder is not None
-        ready = []
-        for delivery in taken:
-            left = left_of(delivery, self._ladder)
-            if left > 0:
-                self._move(delivery, left, delivery.attempt)
-            else:
-                ready.append(delivery)
-        return ready
 
     # -- settle
 
@@ -265,19 +236,16 @@ class RabbitSource(Source):
                 retried = self._checked(settlements)
                 settlements = [one for one in settlements if not isinstance(one.outcome, Retry)]
                 break
-        moving = self._moving
+        again = self._again if self._again is not None and self._again.busy else None
         for settlement in settlements:
             delivery: RabbitDelivery = settlement.delivery  # type: ignore[assignment]
             tag = delivery.tag
-            if delivery.epoch != epoch or (moving and (epoch, tag) in moving) or not settled(tag):
+            if delivery.epoch != epoch or (again is not None and again.has(epoch, tag)) or not settled(tag):
                 errors.append(self._stale(delivery))
         self._settled += len(settlements) - len(errors)
         for delivery, after in retried:
-            tag = delivery.tag
-            if delivery.epoch != epoch or (epoch, tag) in moving or not self._tags.is_out(tag):
+            if not self._take_back(delivery, after):
                 errors.append(self._stale(delivery))
-            else:
-                self._move(delivery, after, delivery.attempt + 1)
         self._tell()
         return errors
 
@@ -332,57 +300,28 @@ class RabbitSource(Source):
 
     # -- again later
 
-    def _move(self, delivery: RabbitDelivery, after: float, attempt: int) -> None:
-        place = (delivery.epoch, delivery.tag)
-        task = self._moving[place] = asyncio.create_task(self._moved(delivery, after, attempt))
-        task.add_done_callback(lambda _: self._moving.pop(place))
+    def _take_back(self, delivery: RabbitDelivery, after: float) -> bool:
+        epoch, tag, again = delivery.epoch, delivery.tag, self._again
+        if again is None or epoch != self._epoch or again.has(epoch, tag) or not self._tags.is_out(tag):
+            return False
+        again.start(delivery, after, delivery.attempt + 1)
+        return True
 
-    async def _moved(self, delivery: RabbitDelivery, after: float, attempt: int) -> None:
-        assert self._again is not None
-        tries = 0
-        while self._epoch == delivery.epoch:
-            try:
-                failed = await self._again.send(delivery, after, attempt)
-            except BrokerClosed:
-                return
-            if failed is None:
-                self._trouble = None
-                if self._epoch == delivery.epoch and self._tags.settle(delivery.tag):
-                    self._settled += 1
-                    self._tell()
-                return
-            if self._epoch != delivery.epoch:
-                return
-            self._trouble = f"a message cannot be put aside for later: {failed}"
-            log.log(logging.DEBUG if tries else logging.WARNING, "%s: %s", self._plan.where, self._trouble)
-            await asyncio.sleep(backoff(tries))
-            tries += 1
+    def _is_alive(self, epoch: int) -> bool:
+        return epoch == self._epoch
+
+    def _put_aside(self, delivery: RabbitDelivery) -> None:
+        if self._tags.settle(delivery.tag):
+            self._settled += 1
+            self._tell()
 
     # -- who takes too long
 
     def _look(self) -> None:
-        """The server ends the channel of a consumer that has not settled something for long (``consumer_timeout``)."""
         loop = asyncio.get_running_loop()
-        pause = self._settings.consumer_timeout / _LOOKS
-        self._watching = loop.call_later(pause, self._look)
-        channel, arrived, now = self._channel, self._arrived, loop.time()
-        if channel is None:
-            return
-        oldest = self._tags.oldest()
-        while arrived and arrived[0][1] < oldest:
-            arrived.popleft()
-        if arrived and now - arrived[0][0] >= self._settings.consumer_timeout / 2 and oldest > self._warned:
-            self._warned = arrived[0][1]
-            log.warning(
-                "%s: a message has been here for %.0f s and is not settled; RabbitMQ ends the channel when it takes "
-                "longer than consumer_timeout, %.0f s, and gives all that is out on it to others",
-                self._plan.where,
-                now - arrived[0][0],
-                self._settings.consumer_timeout,
-            )
-        last = self._last_tag()
-        if last >= oldest and (not arrived or last > arrived[-1][1]):
-            arrived.append((now, last))
+        self._watching = loop.call_later(self._settings.consumer_timeout / LOOKS, self._look)
+        if self._channel is not None:
+            self._overdue.look(loop.time(), self._tags.oldest(), self._last_tag())
 
     # -- the end
 
@@ -390,8 +329,8 @@ class RabbitSource(Source):
         """See `Source.flush`. AMQP confirms no acknowledgement; a quorum queue has it soon after its channel does."""
         self._require_open()
         loop = asyncio.get_running_loop()
-        if self._moving:
-            await asyncio.wait(set(self._moving.values()), timeout=max(0.0, deadline - loop.time()))
+        if self._again is not None:
+            await self._again.finished(max(0.0, deadline - loop.time()))
         channel, consumer = self._channel, self._consumer
         if channel is None or consumer is None:
             return
@@ -431,8 +370,10 @@ class RabbitSource(Source):
         await self.stop()
         self._closed = True
         self._wake()
-        for task in (*self._moving.values(), *([self._adopting] if self._adopting is not None else [])):
-            task.cancel()
+        if self._again is not None:
+            self._again.cancel()
+        if self._adopting is not None:
+            self._adopting.cancel()
         if self._watching is not None:
             self._watching.cancel()
         await self._leave()
@@ -467,4 +408,5 @@ class RabbitSource(Source):
             return Health(False, "closed")
         if not self._live:
             return Health(False, self._why)
-        return Health(self._trouble is None, self._trouble or "")
+        trouble = self._again.trouble if self._again is not None else None
+        return Health(trouble is None, trouble or "")

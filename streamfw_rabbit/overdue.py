@@ -1,0 +1,48 @@
+"""Who takes too long: the server ends the channel of a consumer that has not settled something for long.
+
+https://www.rabbitmq.com/docs/consumers#acknowledgement-timeout (``consumer_timeout``, 30 minutes by default). The time
+counts from the delivery to the channel, also while the message only waits here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+__all__ = ["LOOKS", "Overdue"]
+
+log = logging.getLogger("streamfw.rabbit")
+
+LOOKS = 8
+"""How many looks are to be taken in the time that the server allows."""
+
+
+class Overdue:
+    """Warns once of what is out for half of `limit` seconds. `where`: whose it is, for the log."""
+
+    def __init__(self, where: str, limit: float) -> None:
+        self._where, self._limit = where, limit
+        self._arrived: deque[tuple[float, int]] = deque()  # times, and the last tag that was there by then
+        self._warned = 0
+
+    def look(self, now: float, oldest: int, last: int) -> None:
+        """`oldest`: the first tag that is not settled. `last`: the last one that came. `now`: in seconds."""
+        arrived = self._arrived
+        while arrived and arrived[0][1] < oldest:
+            arrived.popleft()
+        if arrived and now - arrived[0][0] >= self._limit / 2 and oldest > self._warned:
+            self._warned = arrived[0][1]
+            log.warning(
+                "%s: a message has been here for %.0f s and is not settled; RabbitMQ ends the channel when it takes "
+                "longer than consumer_timeout, %.0f s, and gives all that is out on it to others",
+                self._where,
+                now - arrived[0][0],
+                self._limit,
+            )
+        if last >= oldest and (not arrived or last > arrived[-1][1]):
+            arrived.append((now, last))
+
+    def forget(self) -> None:
+        """Another channel begins."""
+        self._arrived.clear()
+        self._warned = 0
