@@ -17,8 +17,9 @@ import aiormq.exceptions
 from pamqp import commands
 
 from streamfw.broker import DeadLetters
-from streamfw.errors import BrokerClosed, BrokerRefused, BrokerUnavailable, Unroutable
+from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnavailable, Unroutable
 from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GROUP, ORIGIN_OFFSET, Message, Outgoing
+from streamfw.runtime.settler import backoff
 
 from . import _content
 from .channel import Properties
@@ -134,9 +135,8 @@ async def keep_adopting(epochs: Epochs, publishing: Publishing, name: str, queue
             await adopt(epochs, publishing, name, queue)
             return
         except BrokerError as error:
-            log.log(
-                logging.INFO if error.transient else logging.WARNING, "taking over %r for %r: %s", name, queue, error
-            )
+            level = logging.INFO if error.transient else logging.WARNING
+            log.log(level, "taking over %r for %r: %s", name, queue, error)
             if not error.transient:
                 return
         await asyncio.sleep(backoff(attempt))
