@@ -180,7 +180,7 @@ def dead_letter_headers(
     told = {ERROR: reason, ERROR_TYPE: error_type, ORIGIN: origin, ORIGIN_GROUP: group, ORIGIN_ATTEMPT: str(attempt)}
     told |= place or {}
     # An error's text may hold what is not text (a surrogate from somebody's file name): it must not fail here.
-    return original.merged({name: value.encode("utf-8", "replace") for name, value in told.items()})
+    return original_headers(original).merged({name: value.encode("utf-8", "replace") for name, value in told.items()})
 
 
 def original_headers(letter: Headers) -> Headers:
