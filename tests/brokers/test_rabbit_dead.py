@@ -88,6 +88,21 @@ async def test_what_cannot_be_taken_over_stays(connection: RabbitConnection, oth
         await other.left(f"{name}.dead", 3)
 
 
+async def test_taking_over_is_tried_again(connection: RabbitConnection, rabbit: Rabbit, other: Raw) -> None:
+    name = new_name()
+    async with member(connection, name, dead_letter=f"{name}.dead"):
+        assert await send(connection, *(outgoing(f"{name}.dead") for _ in range(3))) == [None] * 3
+        rabbit.permit(write="^orders")  # not to the default exchange, by which they are moved
+        async with member(connection, f"{name}.dead", "g") as taker:
+            lane = connection.publishing.lane
+            await eventually(lambda: lane.channel is None, message="the server ends the channel of who may not")
+            assert await other.depth(f"{name}.dead.g") == 0
+            rabbit.permit()
+            taken = await taker.take(3)
+            await taker.acknowledge(taken)
+        await other.left(f"{name}.dead", 0)
+
+
 async def test_somebody_elses_exchange_keeps_no_dead_letters(connection: RabbitConnection, other: Raw) -> None:
     """As a name it will do; as a dead letter it is refused, because it would lose what no group takes."""
     name = new_name()
