@@ -227,7 +227,8 @@ class SettlementConformance(ConformanceKit):
     async def test_transactions_where_there_are_any(
         self, broker: Broker, name: str, capabilities: Capabilities
     ) -> None:
-        async with self._one_taken(broker, name, transactional=capabilities.transactions) as (member, _):
+        options = {"transactional": capabilities.transactions, "workers": 3}  # who locks rows holds as many
+        async with self._one_taken(broker, name, **options) as (member, _):
             taken = await member.take(3)
             if not capabilities.transactions:
                 with pytest.raises(Unsupported):
