@@ -46,7 +46,7 @@ class PreparedConsumer(GroupConsumer):
         found, left = {}, max_records or 500
         for tp in partitions:
             if left and tp in self.partitions and (some := self._take(tp, left)):
-                found[tp] = some
+                found[tp] = self.make(tp, some)
                 left -= len(some)
         if found:
             self.calls += 1

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from aiokafka import TopicPartition
 
 from streamfw.broker import Delivery
-from streamfw.message import ORIGIN_OFFSET, ORIGIN_PARTITION, TOMBSTONE, Headers
+from streamfw.message import NO_HEADERS, ORIGIN_OFFSET, ORIGIN_PARTITION, TOMBSTONE, Headers
 from streamfw.positions import Watermark
 
-from .wire import key_of, message_id_of, visible_headers
+from .wire import key_of, message_id_in, visible_headers
 
 __all__ = ["KafkaDelivery", "Maker", "Part", "maker_of"]
 
@@ -109,45 +109,53 @@ class Part:
 
 class KafkaDelivery(Delivery, gc=False, kw_only=True):
     """A record as it is delivered. What most handlers never ask for is made when they do: a key's text, the message id
-    (the publisher's, or ``topic-partition-offset`` where it gave none) and the time cost as much as all the rest."""
+    (the publisher's, or ``topic-partition-offset`` where it gave none) and the time cost as much as all the rest.
 
-    record: Any
+    - `raw_key`, `published`: as they stand in the record; the time is in ms since 1970.
+    - `identity`: the message id, from when somebody asked for it or for the headers, which it is left out of.
+    """
+
+    offset: int
+    raw_key: bytes | None
+    published: int
     part: Part
     place: Mapping[str, str] | None = None
-
-    @property
-    def offset(self) -> int:
-        """Its place in its partition."""
-        offset: int = self.record.offset
-        return offset
+    identity: str | None = None
 
     @property
     def partition(self) -> int:
         """Which partition of its topic it came from."""
-        partition: int = self.record.partition
+        partition: int = self.part.tp.partition
         return partition
+
+    @property
+    def headers(self) -> Headers:
+        """See `Message.headers`: without those that are only ours."""
+        raw = self.raw_headers
+        if type(raw) is not Headers:
+            self.identity = self.message_id
+            raw = self.raw_headers = visible_headers(raw)
+        return raw
 
     if not TYPE_CHECKING:  # to a checker they are the fields of `Message`
 
         @property
         def message_id(self) -> str:
             """The publisher's, or one made of its place."""
-            return message_id_of(self.record)
+            if self.identity is None:
+                raw = self.raw_headers
+                self.identity = message_id_in(() if type(raw) is Headers else raw, self.part.tp, self.offset)
+            return self.identity
 
         @property
         def key(self) -> str | None:
             """Its key as text; what is not UTF-8 is kept in surrogate escapes."""
-            return key_of(self.record.key)
+            return key_of(self.raw_key)
 
         @property
         def timestamp(self) -> float:
             """When it was published (or appended, where the topic says so), in seconds since 1970."""
-            return self.record.timestamp / 1000
-
-    @staticmethod
-    def decode_headers(raw: Any) -> Headers:
-        """See `Message.decode_headers`: without those that are only ours."""
-        return visible_headers(raw)
+            return self.published / 1000
 
     def origin_place(self) -> Mapping[str, str]:
         """See `Delivery.origin_place`."""
@@ -157,16 +165,23 @@ class KafkaDelivery(Delivery, gc=False, kw_only=True):
 
 
 def maker_of(order: str | None, bundled: bool) -> Maker:
-    """What makes deliveries of records that are held already, in this order, and bundled by partition or not.
+    """What makes deliveries of records, in this order, and bundled by partition or not.
 
-    One comprehension for each order: this is what a message costs.
+    One comprehension for each: this is what a message costs. It reads all of a record and lets it go, for records are
+    objects that the garbage collector looks at, and deliveries are not: to keep a thousand of them cost 0.25 us each.
     """
 
     def plain(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
         name = part.tp.topic
         return [
             KafkaDelivery(
-                name=name, body=TOMBSTONE if (v := r.value) is None else v, raw_headers=r.headers, record=r, part=part
+                name=name,
+                body=TOMBSTONE if (value := r.value) is None else value,
+                raw_headers=r.headers or NO_HEADERS,
+                offset=r.offset,
+                raw_key=r.key,
+                published=r.timestamp,
+                part=part,
             )
             for r in records
         ]
@@ -176,10 +191,28 @@ def maker_of(order: str | None, bundled: bool) -> Maker:
         return [
             KafkaDelivery(
                 name=name,
-                body=TOMBSTONE if (v := r.value) is None else v,
-                raw_headers=r.headers,
-                lane=r.key,
-                record=r,
+                body=TOMBSTONE if (value := r.value) is None else value,
+                raw_headers=r.headers or NO_HEADERS,
+                lane=(key := r.key),
+                offset=r.offset,
+                raw_key=key,
+                published=r.timestamp,
+                part=part,
+            )
+            for r in records
+        ]
+
+    def bundles(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
+        name = part.tp.topic
+        return [
+            KafkaDelivery(
+                name=name,
+                body=TOMBSTONE if (value := r.value) is None else value,
+                raw_headers=r.headers or NO_HEADERS,
+                bundle=part.tp,
+                offset=r.offset,
+                raw_key=r.key,
+                published=r.timestamp,
                 part=part,
             )
             for r in records
@@ -191,15 +224,13 @@ def maker_of(order: str | None, bundled: bool) -> Maker:
             delivery.lane = part.tp
         return found
 
-    makers: dict[str | None, Maker] = {None: plain, "key": by_key, "partition": by_partition}
-    make = makers[order]
-    if not bundled:
-        return make
-
-    def make_bundled(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
-        found = make(part, records)
+    def bundled_in_order(part: Part, records: Iterable[Any]) -> list[KafkaDelivery]:
+        found = makers[order](part, records)
         for delivery in found:
             delivery.bundle = part.tp
         return found
 
-    return make_bundled
+    makers: dict[str | None, Maker] = {None: plain, "key": by_key, "partition": by_partition}
+    if not bundled:
+        return makers[order]
+    return bundles if order is None else bundled_in_order

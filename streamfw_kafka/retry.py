@@ -14,13 +14,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from streamfw.message import ORIGIN_OFFSET, ORIGIN_PARTITION, Headers, Outgoing
 
-from .assignment import KafkaDelivery, Maker, Part
-from .wire import visible_headers
+from .assignment import KafkaDelivery
 
 __all__ = ["ATTEMPT", "NOT_BEFORE", "PUBLISHED", "Waiting", "again_later"]
 
@@ -36,7 +34,7 @@ def again_later(delivery: KafkaDelivery, topic: str, after: float) -> Outgoing:
     told = {
         ATTEMPT: str(delivery.attempt + 1),
         NOT_BEFORE: str(round((time.time() + after) * 1000)),
-        PUBLISHED: str(delivery.record.timestamp),
+        PUBLISHED: str(delivery.published),
         **delivery.origin_place(),
     }
     return Outgoing(
@@ -56,22 +54,22 @@ def _number(headers: Headers, name: str, least: int) -> int:
 
 def _restored(delivery: KafkaDelivery, name: str) -> int:
     """Make it what it was on the topic `name`, but for the attempt; return when it may run, in ms since 1970."""
-    headers = visible_headers(delivery.record.headers)
+    headers = delivery.headers
     places = ((each, _number(headers, each, -1)) for each in (ORIGIN_PARTITION, ORIGIN_OFFSET))
     delivery.name = name
     delivery.attempt = _number(headers, ATTEMPT, 1)
     delivery.raw_headers = Headers.of(tuple(pair for pair in headers.pairs if pair[0] not in _OURS))
-    delivery.record = replace(delivery.record, timestamp=_number(headers, PUBLISHED, 0) or delivery.record.timestamp)
+    delivery.published = _number(headers, PUBLISHED, 0) or delivery.published
     delivery.place = {each: str(number) for each, number in places if number >= 0}
     return _number(headers, NOT_BEFORE, 0)
 
 
 class Waiting:
     """Deliveries from the retry topic whose time has not come, by their time. `name` is what they were published to at
-    first; `make` makes them of records. `bytes` is how large their bodies are together."""
+    first. `bytes` is how large their bodies are together."""
 
-    def __init__(self, name: str, make: Maker) -> None:
-        self._name, self._make = name, make
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._heap: list[tuple[int, int, KafkaDelivery]] = []
         self._count = 0
         self.bytes = 0
@@ -79,10 +77,10 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def take(self, part: Part, records: Iterable[Any], now: float) -> list[KafkaDelivery]:
-        """Deliveries of records that are held already; only those that are due."""
+    def take(self, deliveries: Iterable[KafkaDelivery], now: float) -> list[KafkaDelivery]:
+        """Take those that are held already; return only those that are due."""
         due: list[KafkaDelivery] = []
-        for delivery in self._make(part, records):
+        for delivery in deliveries:
             when = _restored(delivery, self._name)
             if when <= now * 1000:
                 due.append(delivery)
@@ -90,7 +88,7 @@ class Waiting:
                 self._count += 1
                 self.bytes += len(delivery.body)
                 heapq.heappush(self._heap, (when, self._count, delivery))
-                heapq.heappush(part.due, when)
+                heapq.heappush(delivery.part.due, when)
         return due
 
     def due(self, now: float) -> list[KafkaDelivery]:

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiokafka import TopicPartition
@@ -77,7 +77,7 @@ class KafkaSource(Source):
         self._tasks: list[asyncio.Task[None]] = []
         self._damaged = Damaged(subscription, MOST, (self._settings.open_limit, self._settings.window_limit))
         self.watch = Watch(opening, lambda: self._fetching, self._damaged.stands)
-        self._waiting = Waiting(opening.topic.name, self._make)
+        self._waiting = Waiting(opening.topic.name)
         self._sent: set[tuple[Part, int]] = set()  # published again by a settlement that is being repeated
         self._served: set[TopicPartition] = set()
         self._over: deque[KafkaDelivery] = deque()
@@ -93,6 +93,7 @@ class KafkaSource(Source):
             await self.group.commit()  # what was settled since the last one: it need not come again
         await self._leave()
         self.group = await self._opening.join()
+        self.group.consumer.make = self._deliveries
         try:
             self._require_open()  # still
         except BrokerClosed:
@@ -174,11 +175,13 @@ class KafkaSource(Source):
             part.hold(some)
             if self._damaged:
                 self._damaged.read(tp)
-            if tp.topic == self._opening.retry_name:
-                found += self._waiting.take(part, some, time.time())
-            else:
-                found += self._make(part, some)
+            found += self._waiting.take(some, time.time()) if tp.topic == self._opening.retry_name else some
         return self._within(found, max_bytes)
+
+    def _deliveries(self, tp: TopicPartition, records: Iterable[Any]) -> list[Any]:
+        """What ``getmany`` hands out in the place of records. With the gate shut they may have no part."""
+        part = self.group.parts.get(tp)
+        return [*records] if part is None else self._make(part, records)
 
     async def _getmany(self, most: int) -> dict[TopicPartition, list[Any]]:
         consumer, settings, parts, served = self.group.consumer, self._settings, self.group.parts, self._served
@@ -276,13 +279,13 @@ class KafkaSource(Source):
             if delivery.part is not last:
                 last = delivery.part
                 note = offsets.setdefault(last, []).append
-            note(delivery.record.offset)
+            note(delivery.offset)
         if odd:
             await self._settle_odd(settlements)
         errors: list[SettleError] = []
         for part, some in offsets.items():
             if wrong := part.mark.resolve_all(some) if part.live else some:
-                found = {d.record.offset: d for s in settlements if (d := s.delivery).part is part}  # type: ignore[attr-defined]
+                found = {d.offset: d for s in settlements if (d := s.delivery).part is part}  # type: ignore[attr-defined]
                 errors += [self._not_ours(found[offset]) for offset in wrong]
         group = self.group
         group.resolved += len(settlements)

@@ -12,7 +12,17 @@ from typing import Any, Final, TypeAlias
 
 from streamfw.message import Headers, Outgoing, Tombstone
 
-__all__ = ["MESSAGE_ID", "Pairs", "encoded", "key_of", "message_id_of", "murmur2", "value_of", "visible_headers"]
+__all__ = [
+    "MESSAGE_ID",
+    "Pairs",
+    "encoded",
+    "key_of",
+    "message_id_in",
+    "message_id_of",
+    "murmur2",
+    "value_of",
+    "visible_headers",
+]
 
 MESSAGE_ID: Final = "streamfw-message-id"
 
@@ -73,12 +83,18 @@ def key_of(key: bytes | None) -> str | None:
 
 def message_id_of(record: Any) -> str:
     """The publisher's message id, or ``topic-partition-offset`` of a record that has none."""
-    for name, value in record.headers:
+    return message_id_in(record.headers, (record.topic, record.partition), record.offset)
+
+
+def message_id_in(pairs: Sequence[tuple[str, bytes | None]], tp: tuple[str, int], offset: int) -> str:
+    """The same, of the headers of the record there."""
+    for name, value in pairs:
         if name == MESSAGE_ID:
             if value:
                 return str(value, "utf-8", "surrogateescape")
             break
-    return f"{record.topic}-{record.partition}-{record.offset}"
+    topic, partition = tp
+    return f"{topic}-{partition}-{offset}"
 
 
 def visible_headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:

@@ -26,7 +26,7 @@ from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy, _Defau
 
 import streamfw_kafka
 from streamfw_kafka.client import NO_GENERATION, NOTHING, GroupConsumer, fresh_assignor
-from tests.brokers.kafka_apps import filled, topic
+from tests.brokers.kafka_apps import fill, filled, topic
 from tests.brokers.kafka_kit import new_name
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
@@ -65,14 +65,17 @@ NAMES: dict[str, tuple[Any, str]] = {
     "_maybe_uncompress": (_DefaultRecordBatchPy, "def _maybe_uncompress(self)"),
     "_notify": (fetcher.Fetcher, "def _notify(self, future)"),
     "_num_records": (_DefaultRecordBatchPy.__init__, "self._num_records = "),
+    "_partition_records": (fetcher.FetchResult.__init__, "self._partition_records = "),
     "_pos": (_DefaultRecordBatchPy.__init__, "self._pos = "),
     "_records_iterator": (fetcher.PartitionRecords.__init__, "self._records_iterator = "),
     "_sender": (AIOKafkaProducer.__init__, "self._sender = "),
     "_transaction_waiter": (TransactionManager.__init__, "self._transaction_waiter = "),
     "_txn_manager": (AIOKafkaProducer.__init__, "self._txn_manager = "),
+    "_update_position": (fetcher.FetchResult, "def _update_position(self)"),
     "_wait_consume_future": (fetcher.Fetcher.__init__, "self._wait_consume_future = "),
     # These are names of ours as well, so no search finds them.
     "_closed": (AIOKafkaConsumer.__init__, "self._closed = "),
+    "_consumer_record": (fetcher.PartitionRecords, "def _consumer_record(self, tp, record):"),
     "_do_heartbeat": (Coordinator, "async def _do_heartbeat(self)"),
     "_last_fetch_ended": (subscription_state.SubscriptionState, "self._last_fetch_ended = "),
     "_records": (fetcher.Fetcher.__init__, "self._records = "),
@@ -83,6 +86,9 @@ NAMES: dict[str, tuple[Any, str]] = {
 UNDOCUMENTED: dict[str, tuple[Any, str]] = {
     "assignment.state_value": (subscription_state.Assignment, "def state_value(self, tp"),
     "assignment.tps": (subscription_state.Assignment, "def tps(self)"),
+    "fetched.check_assignment": (fetcher.FetchResult, "def check_assignment(self, tp)"),
+    "fetched.getall": (fetcher.FetchResult, "def getall(self, max_records=None)"),
+    "fetched.has_more": (fetcher.FetchResult, "def has_more(self)"),
     "connection.connected": (AIOKafkaConnection, "def connected(self)"),
     "client.send": (AIOKafkaClient, "async def send(self, node_id, request, *, group=ConnectionGroup.DEFAULT)"),
     "coordinator.check_errors": (Coordinator, "def check_errors(self)"),
@@ -131,7 +137,12 @@ def test_each_private_name_that_is_used_is_in_the_table() -> None:
                     pass
     private = {name: files for name, files in used.items() if name.startswith("_") and not name.startswith("__")}
     assert {name: files for name, files in private.items() if name not in ours and name not in NAMES} == {}
-    assert set(NAMES) - set(private) == {"_commit_refresh_task", "_do_heartbeat", "_last_fetch_ended"}  # not read
+    assert set(NAMES) - set(private) == {
+        "_commit_refresh_task",
+        "_consumer_record",
+        "_do_heartbeat",
+        "_last_fetch_ended",
+    }  # not read
 
 
 # ------------------------------------------------------------------ facts about its source
@@ -171,6 +182,23 @@ def test_what_is_drained_is_returned_without_a_suspension() -> None:
     get = text_of(AIOKafkaConsumer.getmany).rpartition('"""')[2]
     assert get.count("await ") == 1
     assert one_behind_another(get, "check_errors()", "await self._fetcher.fetched_records(")
+
+
+def test_what_is_fetched_is_asked_for_its_records_as_we_answer() -> None:
+    """`_Buffers`: what `FetchResult.getall` does besides, it does as well; and nobody else reads a record."""
+    assert "self._records[tp] = FetchResult(" in text_of(fetcher.Fetcher._proc_fetch_request)
+    assert one_behind_another(
+        text_of(fetcher.FetchResult.getall),
+        "if not self.check_assignment(tp) or not self.has_more():", "return []",
+        "for msg in self._partition_records:", "self._update_position()", "break",
+        "else:", "self._update_position()", "self._partition_records = None", "return ret_list",
+    )  # fmt: skip
+    assert "next(self._records_iterator)" in text_of(fetcher.PartitionRecords.__next__)
+    assert one_behind_another(
+        text_of(fetcher.PartitionRecords._unpack_records),
+        "consumer_record = self._consumer_record(tp, record)", "self.next_fetch_offset = record.offset + 1",
+        "yield consumer_record", "self.next_fetch_offset = next_batch.next_offset",
+    )  # fmt: skip
 
 
 def test_a_seek_throws_away_what_is_buffered() -> None:
@@ -296,6 +324,36 @@ async def test_a_partition_left_out_keeps_its_buffer(kafka: Kafka) -> None:
         assert [*await consumer.getmany(other, timeout_ms=1000)] == [other]
         assert consumer.buffered(left) and consumer.read_to(left) == 0 and consumer.read_to(other) == 10
         assert consumer.read_to(TopicPartition(name, 7)) is None
+
+
+async def test_records_are_what_aiokafka_makes_of_them(kafka: Kafka) -> None:
+    """In pieces that do not end where a batch of the log does, over two partitions."""
+    name = await topic(kafka, 2)
+    for partition in range(2):
+        await fill(
+            kafka, name, [b"a", None, b"", b"b"], partition=partition, key=b"k", headers=[("h", b"1"), ("h", None)]
+        )
+        await fill(kafka, name, [b"%d" % n for n in range(50)], partition=partition, linger_ms=20, timestamp_ms=1234)
+    both = {TopicPartition(name, partition) for partition in range(2)}
+
+    async def told(consumer: AIOKafkaConsumer) -> list[Any]:
+        found: list[Any] = []
+        consumer.assign(both)
+        for tp in both:
+            consumer.seek(tp, 1)
+        while len(found) < 106:
+            for tp, records in (await consumer.getmany(timeout_ms=5000, max_records=7)).items():
+                assert len(records) <= 7
+                assert await consumer.position(tp) == records[-1].offset + 1
+                found += [
+                    (tp, r.offset, r.key, r.value, r.timestamp, r.timestamp_type, tuple(r.headers)) for r in records
+                ]
+        return sorted(found)
+
+    stock = AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap)
+    ours = GroupConsumer(fresh_assignor(), bootstrap_servers=kafka.bootstrap)
+    async with stock, ours:
+        assert await told(ours) == await told(stock)
 
 
 async def test_a_consumer_tells_whether_it_is_kept_in_the_group(kafka: Kafka) -> None:

@@ -342,7 +342,7 @@ async def test_two_subscribers_of_one_process_share_a_group_by_topic(kafka: Kafk
         @subscriber(topic, group=group, workers=2, attempts=1000, dead_letter=None)
         async def note(message: Message) -> None:
             assert isinstance(message, KafkaDelivery)
-            seen[topic].append((message.record.topic, bytes(message.body)))
+            seen[topic].append((message.part.tp.topic, bytes(message.body)))
 
         return note
 
