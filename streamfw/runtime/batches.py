@@ -10,7 +10,7 @@ behind it in its lane are tried again with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any
 
@@ -20,7 +20,7 @@ from streamfw.handler import MessageBatch, undecoded
 from streamfw.outcome import ACK, RELEASE, Outcome
 from streamfw.subscriber import Batch
 
-from .context import apart, clean_context
+from .context import apart, clean_context, one_turn
 from .crew import Crew, Slot
 from .signal import Signal
 
@@ -101,12 +101,17 @@ class BatchCrew(Crew):
             if not fit:
                 return self.retire(slot, [])
             slot.message = None
-            await asyncio.sleep(0)  # a batch is worth a turn of the loop
+            if self.clock() > self._slice_end:
+                if self._marked:  # the loop has not turned since this slice began
+                    await one_turn()
+                self._new_slice()
 
     def _collect(self, messages: list[Delivery]) -> None:
         """Fill `messages` from what is ready, taking lanes; what another worker's lane holds up is parked there, and
         what belongs to another bundle stays ready."""
         ready, table, size = self.ready, self.lanes.table, self.batch.size
+        if not table and self._collect_plain(messages):
+            return
         others: list[Delivery] = []
         ours = {message.lane for message in messages}
         for lane in ours:  # first what others have parked here while this worker lingered: it came before
@@ -131,6 +136,18 @@ class BatchCrew(Crew):
             messages.append(message)
         ready.extendleft(reversed(others))
 
+    def _collect_plain(self, messages: list[Delivery]) -> bool:
+        """The same where none has a lane and all are of one bundle, which costs a third. False: it is not so."""
+        ready = self.ready
+        some = [ready.popleft() for _ in range(min(self.batch.size - len(messages), len(ready)))]
+        if some:
+            bundle = (messages or some)[0].bundle
+            if [message for message in some if message.lane is not None or message.bundle is not bundle]:
+                ready.extendleft(reversed(some))
+                return False
+        messages += some  # those that are lost leave it before the handler begins
+        return True
+
     async def _linger(self, messages: list[Delivery]) -> None:
         loop = asyncio.get_running_loop()
         deadline, hurries = loop.time() + self.batch.wait, self.hurries
@@ -154,13 +171,16 @@ class BatchCrew(Crew):
             self._collect(messages)
 
     async def _handle(self, slot: Slot, messages: list[Delivery]) -> None:
-        lanes = dict.fromkeys(message.lane for message in messages if message.lane is not None)
+        lanes: dict[Hashable, None] = {}
+        if self.lanes.table:
+            lanes = dict.fromkeys(message.lane for message in messages if message.lane is not None)
         if self.clock() > self.vouched:
             self.look()
         kept = [message for message in messages if not message.lost]
-        for message in messages:
-            if message.lost:  # while it lingered
-                self._forget(message)
+        if len(kept) < len(messages):  # while it lingered
+            for message in messages:
+                if message.lost:
+                    self._forget(message)
         bad: list[tuple[Delivery, Outcome]] = []
         good, values = self._decoded(kept, bad)
         outcomes: Sequence[Outcome] = ()
@@ -168,6 +188,9 @@ class BatchCrew(Crew):
             batch = MessageBatch(list(good), values)
             slot.message, slot.started = batch, self.clock()
             outcomes = await self._call(slot, good, batch)
+        if not bad and outcomes.count(ACK) == len(kept):
+            self._acknowledge(kept, lanes)
+            return
         self._settle(kept, {id(m): o for m, o in [*zip(good, outcomes, strict=True), *bad]}, lanes)
 
     async def _call(self, slot: Slot, good: list[Delivery], batch: MessageBatch) -> list[Outcome]:
@@ -188,6 +211,10 @@ class BatchCrew(Crew):
         decode = self.decode
         if decode is None:
             return messages, list(messages)  # the handler takes the messages themselves, in a list of its own
+        try:
+            return messages, [decode(message.body) for message in messages]
+        except Exception:
+            pass  # which of them, and what to do about each, is a matter of its own
         good: list[Delivery] = []
         values: list[Any] = []
         for message in messages:
@@ -229,6 +256,13 @@ class BatchCrew(Crew):
             error = TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
         return [first, *(self.policy.outcome(message, error) for message in good[1:])]
 
+    def _acknowledge(self, messages: list[Delivery], lanes: dict[Hashable, None]) -> None:
+        """What `_settle` comes to when all is well."""
+        self._done += [Settlement(message, ACK) for message in messages]
+        self._to_settle.set()
+        if not self.stopping:
+            self._give_up(lanes)
+
     def _settle(self, messages: list[Delivery], outcomes: dict[int, Outcome], lanes: dict[Hashable, None]) -> None:
         """Settle each; the batch's `lanes` end, or stay with what is tried again."""
         again: dict[Hashable, list[Delivery]] = {}
@@ -246,6 +280,8 @@ class BatchCrew(Crew):
         for lane, behind in again.items():
             # Its head waits and keeps the lane; those behind it in this batch go before what is parked.
             self.lanes.put_first(lane, behind)
+        self._give_up(lane for lane in lanes if lane not in again)
+
+    def _give_up(self, lanes: Iterable[Hashable]) -> None:
         for lane in lanes:
-            if lane not in again:
-                self.front(list(self.lanes.table.pop(lane, None) or ()))
+            self.front(list(self.lanes.table.pop(lane, None) or ()))
