@@ -359,7 +359,7 @@ class RabbitSource(Source):
         except BrokerError:
             return
         if self._channel is channel:
-            # Not for a retry, which must count, and from 4.3 on does not so. This need not count, and there it does not.
+            # Never for a retry, which must count: from 4.3 on this does not. For giving back that is what is wanted.
             for raw in (*self._inbox, *channel.take()):
                 channel.nack(raw.tag, requeue=True)
             self._inbox.clear()
