@@ -168,12 +168,13 @@ async def watch(
     ended, seen_at = 0, loop.time()
     while ended < len(webhooks):
         await asyncio.sleep(0.1)
-        now = await running.store.count() + len(await dead(letters))
+        stored = await running.store.count()
+        if running.workers is not None:  # before the dead letters are looked at, which may take its time
+            await kill_half_way(running.workers, running, stored, len(webhooks) - 1, console)
+        now = stored + len(await dead(letters))
         if now > ended:
             ended, seen_at = now, loop.time()
             progress.update(task, completed=ended)
-        if running.workers is not None:
-            await kill_half_way(running.workers, running, ended / len(webhooks), console)
         if publishing.done():
             publishing.result()
         if loop.time() - seen_at > PATIENCE:
@@ -181,12 +182,13 @@ async def watch(
             raise DemoFailed(f"{ended} of {len(webhooks)} webhooks, and no more within {PATIENCE:g} s{said}")
 
 
-async def kill_half_way(workers: Workers, running: Running, done: float, console: Console) -> None:
-    """Kill the worker that handles the messages, once, when half of them are done, in the middle of one."""
+async def kill_half_way(workers: Workers, running: Running, stored: int, expected: int, console: Console) -> None:
+    """Kill the worker that handles the messages, once, when half of them are done, in the middle of one (or, where the
+    machine was too slow to look in time, after the last)."""
     store, taken_over = running.store, running.taken_over
     if words := workers.failed():
         raise DemoFailed(words)
-    if done < 0.5 or workers.killed is not None:
+    if stored < expected / 2 or workers.killed is not None:
         return
 
     async def at_work() -> int:
@@ -195,7 +197,7 @@ async def kill_half_way(workers: Workers, running: Running, done: float, console
         return worker
 
     async def busy(worker: int) -> bool:
-        return await store.unfinished(worker) > 0
+        return await store.unfinished(worker) > 0 or await store.count() >= expected
 
     async with asyncio.timeout(PATIENCE):
         worker = await workers.kill(at_work, busy)

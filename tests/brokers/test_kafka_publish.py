@@ -122,10 +122,8 @@ async def test_keys_and_header_names_that_are_not_utf8_go_out_as_they_came(kafka
     assert await it.publish(topic, b"before", b"1", b"after", key=key) == ()
     assert await it.publish(topic, b"2", key=key, headers=[("a", b"1"), ("\udcff", b"2"), ("b", b"3")]) == ()
     assert await it.publish(topic, b"last", key=key) == ()
-    with pytest.raises(
-        UnicodeDecodeError
-    ):  # the protocol wants UTF-8 for names, and aiokafka insists; see test_kafka_wire
-        await read(kafka, topic)
+    # The protocol wants UTF-8 for names, and aiokafka insists, unless somebody in this process had to make it tolerant
+    # (see test_kafka_wire): so the server is asked, and not what can be read.
     partition = aiokafka_murmur2(raw) % (1 << 31) % 4
     assert await it.topics.ends(topic) == {TopicPartition(topic, n): 5 * (n == partition) for n in range(4)}
 

