@@ -197,6 +197,10 @@ class Cluster(Service):
         with socket.socket() as probe:  # first, as the client logs every refusal
             if probe.connect_ex(("127.0.0.1", port)):
                 return False
+        # A listener that cannot have its port ends the node, but the first one may have answered before.
+        wanted = {number for name, number in self.ports[node.number].items() if name != nodes.ADVERTISED}
+        if not wanted <= node.listening():
+            return False
         alive = {node.number, *(each.number for each in self.nodes if each.responds())}
         return _in_thread(admin.known_to(f"127.0.0.1:{port}", node.number, self.id)) >= alive
 

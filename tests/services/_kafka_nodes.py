@@ -197,6 +197,15 @@ class Node:
                 start_new_session=True,
             )
 
+    def listening(self) -> set[int]:
+        """The ports that its process listens on. (To connect to one would tell of whoever has it.)"""
+        process = self.process()
+        try:
+            found = process.net_connections("tcp") if process is not None else []
+        except psutil.Error:  # it has just ended
+            return set()
+        return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
     def process(self) -> psutil.Process | None:
         """Its process, or none if it does not run."""
         for pid in [pid for pid, child in _children.items() if child.poll() is not None]:
