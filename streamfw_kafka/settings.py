@@ -6,18 +6,14 @@ kafka+tls://h1,h2:9093/?ca=/etc/kafka/ca.pem
 
 from __future__ import annotations
 
-import os
 import re
-import ssl
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 from urllib.parse import unquote
 
-import msgspec
 from aiokafka import codec
 
-from streamfw.config import near
+from streamfw.urls import OptionReader, Options, host_and_port, range_mistakes, tls_context, tls_mistakes
 
 __all__ = ["Compression", "Isolation", "Sasl", "Settings", "client_arguments", "parsed"]
 
@@ -26,12 +22,13 @@ Isolation: TypeAlias = Literal["read_committed", "read_uncommitted"]
 Compression: TypeAlias = Literal["none", "gzip", "snappy", "lz4", "zstd"]
 
 PORT: Final = 9092
+_SECURE: Final = "kafka+tls://"
 _FORM: Final = "kafka://user:password@host:port,host:port/?option=value (or kafka+tls://..) is needed"
 _ESCAPES: Final = "special characters in user and password are percent-encoded ('/' is %2F, '@' is %40)"
 _LEGAL: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class Settings(Options, frozen=True, kw_only=True):
     """See `KafkaBroker`. Times are in seconds, sizes in bytes. Raises `ValueError`, naming the option.
 
     - `bootstrap`: ``host:port`` of the servers that are asked first.
@@ -91,14 +88,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for mistake in (*_choice_mistakes(self), *_range_mistakes(self), *_mistakes_together(self)):
             raise ValueError(mistake)
         if self.tls:
-            _context_of(self)
-
-    def __repr__(self) -> str:
-        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
-
-    def __rich_repr__(self) -> list[tuple[str, Any]]:
-        given = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        return [(name, "***" if name == "password" else value) for name, value in given if value is not None]
+            tls_context(self.ca, self.cert, self.key)
 
 
 # From, to, and whether it is a whole number. What the server's own limits are (for example of session_timeout) only
@@ -140,12 +130,7 @@ def _choice_mistakes(s: Settings) -> Iterable[str]:
 
 
 def _range_mistakes(s: Settings) -> Iterable[str]:
-    for name, (low, high) in _RANGES.items():
-        value: object = getattr(s, name)
-        kinds = int if name in _WHOLE else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
-            kind = "a whole number" if name in _WHOLE else "a number"
-            yield f"{name}={value!r}: {kind} from {low:g} to {high:g} is needed"
+    yield from range_mistakes(s, _RANGES, _WHOLE)
     for name in ("partitions", "replication"):
         if getattr(s, name) == 0:
             yield f"{name}=0: at least one is needed, or -1 for the server's default"
@@ -162,12 +147,7 @@ def _mistakes_together(s: Settings) -> Iterable[str]:
         yield f"username={s.username!r} without a password: kafka://user:password@.. is needed"
     if s.username and not s.sasl:
         yield f"username={s.username!r} without sasl=: one of {', '.join(get_args(Sasl))} is needed"
-    for name in ("ca", "cert", "key"):
-        if getattr(s, name) is not None and not s.tls:
-            yield f"{name}={getattr(s, name)!r} without TLS: write kafka+tls:// in the URL"
-    for name, other in (("cert", "key"), ("key", "cert")):
-        if getattr(s, name) is not None and getattr(s, other) is None:
-            yield f"{name}={getattr(s, name)!r} without {other}=: our certificate and its key come together"
+    yield from tls_mistakes(s, _SECURE)
     if s.heartbeat * 3 > s.session_timeout:
         yield f"heartbeat={s.heartbeat:g} is more than a third of session_timeout={s.session_timeout:g}"
     if s.rebalance_drain >= s.rebalance_timeout:
@@ -178,10 +158,7 @@ def _mistakes_together(s: Settings) -> Iterable[str]:
         yield f"linger={s.linger:g} is not below publish_timeout={s.publish_timeout:g}"
 
 
-_NAMES: Final = tuple(
-    field.name for field in msgspec.structs.fields(Settings) if field.name not in ("bootstrap", "tls")
-)
-_TYPES: Final = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+_OPTIONS: Final = OptionReader(Settings, places=("bootstrap",), secure=_SECURE)
 
 
 def parsed(url: str, **options: Any) -> Settings:
@@ -194,10 +171,7 @@ def parsed(url: str, **options: Any) -> Settings:
     if not colon or scheme not in ("kafka", "kafka+tls"):
         raise ValueError(f"url: {_FORM}")
     bootstrap = _bootstrap(rest)
-    values = _login(rest) | _query(rest)
-    for name, value in options.items():
-        if value is not None:
-            values[name] = _converted(name, os.fspath(value) if isinstance(value, os.PathLike) else value, strict=True)
+    values = _login(rest) | _query(rest) | _OPTIONS.given(options)
     if values.get("username"):
         values.setdefault("sasl", "PLAIN")
     return Settings(bootstrap=bootstrap, tls=scheme == "kafka+tls", **values)
@@ -225,21 +199,8 @@ def _bootstrap(rest: str) -> tuple[str, ...]:
     _, hosts = _authority(rest)
     if not hosts:
         raise ValueError(f"url: no host; {_FORM}")
-    return tuple(_host(host) for host in hosts.split(","))
-
-
-_HOST: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|[\w.-]+)(?::(\d{1,5}))?")
-
-
-def _host(text: str) -> str:
-    match = _HOST.fullmatch(text)
-    # The text itself may be a piece of a password.
-    if match is None:
-        raise ValueError(f"url: malformed host or port; {_FORM}; {_ESCAPES}, IPv6 addresses stand in brackets")
-    port = int(match[2] or PORT)
-    if not 0 < port < 65_536:
-        raise ValueError("url: a port is a number from 1 to 65535")
-    return f"{match[1]}:{port}"
+    named = (host_and_port(host, PORT, f"{_FORM}; {_ESCAPES}") for host in hosts.split(","))
+    return tuple(f"{host}:{port}" for host, port in named)
 
 
 def _query(rest: str) -> dict[str, Any]:
@@ -248,28 +209,7 @@ def _query(rest: str) -> dict[str, Any]:
         raise ValueError(f"url: '#' has no meaning in it; {_ESCAPES}")
     if "/" in path and path.partition("/")[2]:
         raise ValueError(f"url: nothing belongs between the hosts and '?'; {_FORM}; {_ESCAPES}")
-    found: dict[str, Any] = {}
-    for part in query.split("&") if query else ():
-        name, _, text = part.partition("=")
-        if name in found:
-            raise ValueError(f"url: option {name!r} stands in it twice")
-        found[name] = _converted(name, unquote(text), strict=False)
-    return found
-
-
-def _converted(name: str, value: object, strict: bool) -> Any:
-    if name == "tls":
-        raise ValueError("tls: write kafka+tls:// in the URL")
-    if name not in _NAMES:
-        raise ValueError(f"unknown option {name!r}{near(name, _NAMES)}")
-    try:
-        return msgspec.convert(value, _TYPES[name], strict=strict)
-    except msgspec.ValidationError as error:
-        shown = "" if name == "password" else f"={value!r}"
-        choices = get_args(_TYPES[name])
-        named = [c for choice in choices for c in (get_args(choice) or (choice,)) if isinstance(c, str)]
-        needed = f"one of {', '.join(named)} is needed" if named else str(error)
-        raise ValueError(f"{name}{shown}: {needed}") from None
+    return _OPTIONS.query(query)
 
 
 def client_arguments(settings: Settings) -> dict[str, Any]:
@@ -283,45 +223,9 @@ def client_arguments(settings: Settings) -> dict[str, Any]:
         "retry_backoff_ms": 100,
     }
     if settings.tls:
-        arguments["ssl_context"] = _context_of(settings)
+        arguments["ssl_context"] = tls_context(settings.ca, settings.cert, settings.key)
     if settings.sasl:
         arguments["sasl_mechanism"] = settings.sasl
         arguments["sasl_plain_username"] = settings.username
         arguments["sasl_plain_password"] = settings.password
     return arguments
-
-
-def _context_of(settings: Settings) -> ssl.SSLContext:
-    files = (("ca", settings.ca), ("cert", settings.cert), ("key", settings.key))
-    return _context(*(path and (path, _changed(option, path)) for option, path in files))
-
-
-def _changed(option: str, path: str) -> float:
-    """When the file was last written: a certificate that was renewed is read again."""
-    try:
-        with open(path, "rb"):
-            return os.stat(path).st_mtime
-    except OSError as error:
-        raise ValueError(f"{option}={path!r}: cannot be read: {error.strerror}") from None
-
-
-_File: TypeAlias = "tuple[str, float] | None"
-
-
-@lru_cache(maxsize=16)
-def _context(ca: _File, cert: _File, key: _File) -> ssl.SSLContext:
-    """Made once for each set of files. The server's certificate and name are verified."""
-    try:
-        context = ssl.create_default_context(cafile=ca[0] if ca else None)
-    except ssl.SSLError as error:
-        raise ValueError(f"ca={ca and ca[0]!r}: holds no certificates in PEM: {error.reason or error}") from None
-    if cert and key:
-        try:
-            # Without a password of ours, OpenSSL asks the terminal for one.
-            context.load_cert_chain(cert[0], key[0], password=lambda: "")
-        except ssl.SSLError as error:
-            raise ValueError(
-                f"cert={cert[0]!r}, key={key[0]!r}: not a certificate and its key in PEM, without a passphrase: "
-                f"{error.reason or error}"
-            ) from None
-    return context
