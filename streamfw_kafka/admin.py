@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
@@ -30,7 +29,7 @@ from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
 
 from .errors import response_error, translated
 from .nodes import Nodes
-from .settings import Settings
+from .settings import Settings, is_legal_name
 
 __all__ = ["Group", "Leaders", "Member", "MissingTopic", "Topics", "by_topic", "response_error", "topic_name_mistake"]
 
@@ -44,7 +43,6 @@ _MOST: Final = 10_000  # names that are remembered: who publishes to what does n
 _EARLIEST, _LATEST = -2, -1
 _TOPIC: Final = 2  # the type of a resource that has a configuration
 _EXISTS: Final = 36
-_NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
 class MissingTopic(BrokerRefused):
@@ -71,7 +69,7 @@ class Group(msgspec.Struct, frozen=True):
 
 def topic_name_mistake(name: str) -> str:
     """Why Kafka cannot have a topic of this name; empty when it can."""
-    if _NAME.fullmatch(name) and name not in (".", ".."):
+    if is_legal_name(name):
         return ""
     return (
         f"topic {name[:300]!r} cannot exist: a name is 1 to 249 letters, digits, '.', '_' and '-', and not '.' or '..'"

@@ -28,9 +28,9 @@ from .errors import concerns_message
 from .lanes import BATCH_BYTES, Call, Entry, Route
 from .sending import Sending
 from .settings import Settings
-from .wire import encoded, value_of
+from .wire import Pairs, encoded, value_of
 
-__all__ = ["Publishing", "Stored"]
+__all__ = ["Publishing", "Stored", "kind_of", "record_of"]
 
 log = logging.getLogger("streamfw.kafka")
 
@@ -79,23 +79,10 @@ class Publishing:
         return () if errors is None else [errors.get(place) for place in range(len(messages))]
 
     def _add(self, route: Route, call: Call, place: int, message: Outgoing) -> None:
-        body: bytes | None = message.body
-        if type(body) is not bytes:
-            body = value_of(body)
-            if body is None and message.key is None and not _was_stored(message):
-                self._fail(call, place, message, Rejected, "a tombstone without a key would delete nothing")
-                return
-        if body is not None and len(body) > self._settings.max_body and not _was_stored(message):
-            text = f"its body of {len(body)} bytes is larger than max_body={self._settings.max_body}"
-            self._fail(call, place, message, TooLarge, text)
-            return
-        if message.delay and not message.delay < 0:
-            self._fail(call, place, message, Rejected, f"delay={message.delay!r}: Kafka has no delayed publishing")
-            return
         try:
-            key, headers = encoded(message)
-        except ValueError as error:
-            self._fail(call, place, message, Rejected, str(error))
+            key, body, headers = record_of(message, self._settings.max_body)
+        except PublishError as error:
+            call.answer(place, error.with_traceback(None))  # its frame has the call, which keeps the error
             return
         assert self._sending is not None  # it comes with the first route
         self._sending.add(route, (call, place, message), key, body, headers)
@@ -125,7 +112,7 @@ class Publishing:
             route = await self._found(name)
         except BrokerError as error:
             for call, place, message in self._held.pop(name):
-                self._fail(call, place, message, _kind(error), str(error), error)
+                self._fail(call, place, message, kind_of(error), str(error), error)
             return
         # In one step, so that nobody overtakes those who waited.
         self._begin()
@@ -236,13 +223,33 @@ class Publishing:
         self._held.clear()
 
 
+def record_of(message: Outgoing, max_body: int, moves: bool = True) -> tuple[bytes | None, bytes | None, Pairs]:
+    """Key, value and headers of the record that a message becomes. `moves`: it may be in a topic already, and then our
+    own limits are none. Raises the `PublishError` of what cannot be sent at all."""
+    body: bytes | None = message.body
+    about = {"name": message.name, "message_id": message.message_id}
+    if type(body) is not bytes:
+        body = value_of(body)
+        if body is None and message.key is None and not (moves and _was_stored(message)):
+            raise Rejected("a tombstone without a key would delete nothing", **about)
+    if body is not None and len(body) > max_body and not (moves and _was_stored(message)):
+        raise TooLarge(f"its body of {len(body)} bytes is larger than max_body={max_body}", **about)
+    if message.delay and not message.delay < 0:
+        raise Rejected(f"delay={message.delay!r}: Kafka has no delayed publishing", **about)
+    try:
+        key, headers = encoded(message)
+    except ValueError as error:
+        raise Rejected(str(error), **about) from None
+    return key, body, headers
+
+
 def _was_stored(message: Outgoing) -> bool:
     """Whether it was in a topic already: what a person moves, a dead letter, or on the way to a retry topic. Kafka took
     it once, so our own limits do not keep it where it must not stay."""
     return isinstance(message, Stored) or ORIGIN_OFFSET in message.headers
 
 
-def _kind(error: BrokerError) -> type[PublishError]:
+def kind_of(error: BrokerError) -> type[PublishError]:
     """What a topic that was not found means for a message to it."""
     if isinstance(error, MissingTopic):
         return Unroutable

@@ -15,7 +15,7 @@ from aiokafka import codec
 
 from streamfw.urls import OptionReader, Options, host_and_port, range_mistakes, tls_context, tls_mistakes
 
-__all__ = ["Compression", "Isolation", "Sasl", "Settings", "client_arguments", "parsed"]
+__all__ = ["Compression", "Isolation", "Sasl", "Settings", "client_arguments", "is_legal_name", "parsed"]
 
 Sasl: TypeAlias = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 Isolation: TypeAlias = Literal["read_committed", "read_uncommitted"]
@@ -26,6 +26,11 @@ _SECURE: Final = "kafka+tls://"
 _FORM: Final = "kafka://user:password@host:port,host:port/?option=value (or kafka+tls://..) is needed"
 _ESCAPES: Final = "special characters in user and password are percent-encoded ('/' is %2F, '@' is %40)"
 _LEGAL: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+
+
+def is_legal_name(name: object) -> bool:
+    """Whether it can name a topic (the server's own rule, `Topic.validate` in its source), or a static member."""
+    return isinstance(name, str) and _LEGAL.fullmatch(name) is not None and name not in (".", "..")
 
 
 class Settings(Options, frozen=True, kw_only=True):
@@ -134,7 +139,7 @@ def _range_mistakes(s: Settings) -> Iterable[str]:
     for name in ("partitions", "replication"):
         if getattr(s, name) == 0:
             yield f"{name}=0: at least one is needed, or -1 for the server's default"
-    if s.static_member is not None and (not _LEGAL.fullmatch(s.static_member) or s.static_member in (".", "..")):
+    if s.static_member is not None and not is_legal_name(s.static_member):
         yield f"static_member={s.static_member!r}: 1 to 249 letters, digits, '.', '_' and '-' are needed"
 
 

@@ -10,9 +10,9 @@ import msgspec
 
 from streamfw.broker import Position, Subscription
 
-__all__ = ["Topic", "name_mistake", "topic_of", "whole"]
+from .settings import is_legal_name
 
-_LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+__all__ = ["Topic", "name_mistake", "topic_of", "whole"]
 
 
 class Topic(msgspec.Struct, frozen=True, repr_omit_defaults=True):
@@ -125,8 +125,8 @@ def topic_of(subscription: Subscription) -> Topic:
 
 
 def name_mistake(name: object) -> str | None:
-    """What is wrong with a topic's name (the server's own rule, `Topic.validate` in its source)."""
-    if isinstance(name, str) and _LEGAL.fullmatch(name) and name not in (".", ".."):
+    """What is wrong with a topic's name."""
+    if is_legal_name(name):
         return None
     return f"{name!r} cannot be a topic: up to 249 letters, digits, '.', '_' and '-' are needed"
 

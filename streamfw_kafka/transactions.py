@@ -43,7 +43,6 @@ from streamfw.errors import (
     Rejected,
     TooLarge,
     Unavailable,
-    Unroutable,
 )
 from streamfw.message import Outgoing
 from streamfw.outcome import Ack, Outcome
@@ -51,8 +50,8 @@ from streamfw.outcome import Ack, Outcome
 from .admin import Topics
 from .assignment import UNKNOWN, KafkaDelivery, Part
 from .errors import translated
+from .publish import kind_of, record_of
 from .settings import Settings, client_arguments
-from .wire import encoded, value_of
 
 if TYPE_CHECKING:
     from .source import KafkaSource
@@ -148,24 +147,16 @@ class Transactions:
 
     async def _sent(self, producer: AIOKafkaProducer, message: Outgoing) -> PublishError | asyncio.Future[Any]:
         about = {"name": message.name, "message_id": message.message_id}
-        limit = self._settings.max_body
         try:
-            if message.delay > 0:
-                return Rejected(f"delay={message.delay}: Kafka has no delayed publishing", **about)
-            if len(message.body) > limit:
-                return TooLarge(f"the body has {len(message.body)} bytes, and max_body is {limit}", **about)
-            key, headers = encoded(message)
-            value = value_of(message.body)
-            if value is None and key is None:
-                return Rejected("a tombstone needs a key, which it deletes", **about)
+            key, value, headers = record_of(message, self._settings.max_body, moves=False)
             await self.topics.ensure(message.name)
             future: asyncio.Future[Any] = await producer.send(message.name, value, key=key, headers=headers)
         except MessageSizeTooLargeError as error:
             return TooLarge(f"the record is too large: {error}", **about)
-        except ValueError as error:
-            return Rejected(str(error), **about)
+        except PublishError as error:
+            return error.with_traceback(None)
         except BrokerError as error:
-            return Unroutable(str(error), **about) if not error.transient else Unavailable(str(error), **about)
+            return kind_of(error)(str(error), **about)
         except (KafkaError, TimeoutError) as error:
             return Unavailable(str(translated(error, f"publishing to {message.name!r}")), **about)
         return future
