@@ -157,13 +157,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class PumpControl(Protocol):
     """How a source holds the pump that feeds on it, when deliveries are about to move. Costs a comparison a message."""
 
-    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
-        """Start nothing new, but what matches `but`. What runs goes on; what is queued stays queued. Holding again is
-        for another `but`, or none."""
+    def hold(self) -> None:
+        """Start nothing new. What runs goes on; what is queued stays queued."""
 
-    async def quiesce(self, seconds: float) -> bool:
-        """Wait until nothing runs and what ran is settled, for at most `seconds`; whether that is so. Needs `hold`
-        first. Not to be called from within `Source.settle`, which it waits for."""
+    async def quiesce(self, seconds: float, finish: Callable[[Delivery], bool] | None = None) -> bool:
+        """Wait until nothing runs and what ran is settled, for at most `seconds`; whether that is so. Then what is
+        queued and matches `finish` is handled as well, within the same time. Needs `hold` first. Not to be called from
+        within `Source.settle`, which it waits for."""
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
         """Go on. What matches `drop` moved elsewhere: what is queued of it is dropped without being settled, and what
@@ -247,9 +247,9 @@ class Subscription:
 class _NoPump:
     """For a source that is driven without a runtime: nothing runs, so there is nothing to hold."""
 
-    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None: ...
+    def hold(self) -> None: ...
 
-    async def quiesce(self, seconds: float) -> bool:
+    async def quiesce(self, seconds: float, finish: Callable[[Delivery], bool] | None = None) -> bool:
         return True
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None: ...

@@ -134,7 +134,9 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         ours, pump = self.ours, self._subscription.pump
         pump.hold()
         if ours:
-            await self._quiesce()
+            # With lanes, or batches, something may be queued that came before what is done: it holds the mark back, and
+            # what is done after it would be repeated if it did not end first.
+            await pump.quiesce(self._settings.rebalance_drain, holds_back)
         await self._end_commit_in_flight()
         if ours:
             await self.commit()
@@ -146,18 +148,6 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         )
         self.drop_all()
         self._look_for_a_twin()
-
-    async def _quiesce(self) -> None:
-        """Let what runs end, and then what holds the marks back: with lanes, or batches, something may be queued that
-        came before what is done. What is done after it would be repeated if it did not end first."""
-        pump, loop = self._subscription.pump, asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.rebalance_drain
-        if not await pump.quiesce(self._settings.rebalance_drain):
-            return
-        if any(part.mark.open and part.mark.behind(part.mark.position) for part in self.parts.values()):
-            pump.hold(but=holds_back)
-            await pump.quiesce(deadline - loop.time())
-            pump.hold()
 
     async def _end_commit_in_flight(self) -> None:
         if self._committing is not None:

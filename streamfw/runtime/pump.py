@@ -178,9 +178,7 @@ class Pump:
         loop = asyncio.get_running_loop()
         self.hold()
         await self._safely("stop", self.source.stop(), GRACE)
-        if await self.quiesce(deadline - loop.time()):
-            self.hold(but=self.source.holds_back)
-            await self.quiesce(deadline - loop.time())
+        await self.quiesce(deadline - loop.time(), self.source.holds_back)
 
     async def _end_tasks(self, deadline: float) -> float:
         """End workers, fetcher and settler; return until when the last settlements may take."""
@@ -404,20 +402,35 @@ class Pump:
 
     # -- PumpControl: a source holds the pump while deliveries move
 
-    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
+    def hold(self) -> None:
         """Start nothing new; see `streamfw.broker.PumpControl`."""
-        self.crew.hold(but)
+        self.crew.hold()
 
-    async def quiesce(self, seconds: float) -> bool:
+    async def quiesce(self, seconds: float, finish: Callable[[Delivery], bool] | None = None) -> bool:
         """Wait until nothing runs and what ran is settled; see `streamfw.broker.PumpControl`."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        if not await self._is_quiet(deadline):
+            return False
+        if finish is None:
+            return True
+        self.crew.hold(but=finish)
+        try:
+            return await self._is_quiet(deadline)
+        finally:
+            self.crew.hold()
+
+    @property
+    def _quiet(self) -> bool:
+        return not (self.crew.running or self.crew.ready or self.settler.busy)
+
+    async def _is_quiet(self, deadline: float) -> bool:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
         quiet = Signal()
         waiters = (self.crew.quiet, self.settler.rested)
         for waiting in waiters:
             waiting.add(quiet)
         try:
-            while self.crew.running or self.crew.ready or self.settler.busy:
+            while not self._quiet:
                 self.settler.hurry()
                 left = deadline - loop.time()
                 if left <= 0:

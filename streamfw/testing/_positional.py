@@ -331,11 +331,7 @@ class PositionalSource(Source):
         pump = self._subscription.pump
         if not abrupt:
             pump.hold()
-            held_back = any(a.mark.open and a.mark.behind(a.mark.position) for a in self._assigned.values())
-            if await pump.quiesce(drain) and held_back:
-                pump.hold(but=self.holds_back)
-                await pump.quiesce(drain)
-                pump.hold()
+            await pump.quiesce(drain, self.holds_back)
         for partition in partitions:
             self._lose(partition, commit=not abrupt)
         if not abrupt:

@@ -127,11 +127,11 @@ class RecordingPump:
     def held(self) -> bool:
         return self._held
 
-    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
+    def hold(self) -> None:
         self._held = True
         self.calls.append("hold")
 
-    async def quiesce(self, seconds: float) -> bool:
+    async def quiesce(self, seconds: float, finish: Callable[[Delivery], bool] | None = None) -> bool:
         return not self.busy
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:

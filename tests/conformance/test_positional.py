@@ -49,10 +49,10 @@ class RecordingPump:
         self.calls: list[str] = []
         self.drop: Callable[[Delivery], bool] | None = None
 
-    def hold(self, but: Callable[[Delivery], bool] | None = None) -> None:
+    def hold(self) -> None:
         self.calls.append("hold")
 
-    async def quiesce(self, seconds: float) -> bool:
+    async def quiesce(self, seconds: float, finish: Callable[[Delivery], bool] | None = None) -> bool:
         self.calls.append("quiesce")
         return True
 

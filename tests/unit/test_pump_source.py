@@ -54,6 +54,31 @@ async def test_a_held_pump_begins_nothing_and_quiesces(workers: int) -> None:
     assert sorted(begun) == list(range(110))
 
 
+@one_or_many
+async def test_what_is_to_finish_is_handled_while_the_pump_is_held(workers: int) -> None:
+    begun: list[int] = []
+
+    async def handle(order: Order) -> None:
+        begun.append(order.id)
+        await asyncio.sleep(0)
+
+    source = FakeSource(prepared(60, lambda n: f"k{n % 20}"))
+    async with pumping(handle, source, workers=workers, ordered=True) as rig:
+        pump = rig.pump
+        await eventually(lambda: bool(begun))
+        pump.hold()
+        assert await pump.quiesce(5)
+        before = set(begun)
+        assert await pump.quiesce(5, lambda delivery: delivery.key == "k19")
+        assert set(begun) == before | {19, 39, 59}
+        await turns(10)
+        assert set(begun) == before | {19, 39, 59}, "and it is held again"
+        pump.release()
+        await rig.all_ended(60)
+    assert [number for number in begun if number % 20 == 19] == [19, 39, 59]
+    assert sorted(begun) == list(range(60))
+
+
 async def test_two_may_wait_for_quiet() -> None:
     gate = asyncio.Event()
 
