@@ -203,9 +203,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         self._go_on()
 
     def _go_on(self) -> None:
-        # Held again: there may have been no revoked for this assigned (fenced during a join).
-        self._subscription.pump.hold()
-        self._subscription.pump.release(drop=_is_gone)
+        self._drop_gone()  # and go on; there may have been no revoked for this assigned (fenced during a join)
         now = time.monotonic()
         if self.rebalances:
             self.paused = [*self.paused[-99:], now - self._shut_at]
@@ -232,6 +230,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         """Read a partition from somewhere else, as a new epoch: what is at hand of it is ours no more."""
         self._renew(tp, position, UNKNOWN)
         self.consumer.seek(tp, position)
+        self._drop_gone()
 
     def _renew(self, tp: TopicPartition, position: int, committed: int) -> None:
         old = self.parts.get(tp)
@@ -312,9 +311,13 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         for part in self.parts.values():
             self._end(part)
         self.parts = {}
+        self._drop_gone()
+        self._subscription.pump.hold()
+
+    def _drop_gone(self) -> None:
+        """Let the pump go on without what is not ours any more; held first, or it would look at nothing."""
         self._subscription.pump.hold()
         self._subscription.pump.release(drop=_is_gone)
-        self._subscription.pump.hold()
 
     # -- commits
 

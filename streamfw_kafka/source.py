@@ -257,13 +257,7 @@ class KafkaSource(Source):
         elif part.mark.end > last:  # it was made anew, or its leader lost its end: nothing of it may be left out
             log.error("%r: %s-%d ends at %d, before %d; reading it again", self._subscription, *tp, last, part.mark.end)
             self.group.restart(tp, first)
-            self._drop_gone()
         self.jumps += 1
-
-    def _drop_gone(self) -> None:
-        pump = self._subscription.pump
-        pump.hold()
-        pump.release(drop=lambda delivery: not delivery.part.live)  # type: ignore[attr-defined]
 
     # -- settle
 
