@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.structs import OffsetAndMetadata
-from typer.testing import CliRunner
 
 from streamfw import DeadLetter, subscriber
-from streamfw.cli.program import program
 from streamfw.message import Headers, dead_letter_headers
+from tests.brokers.cli_kit import Run, commands_on
 from tests.brokers.kafka_apps import all_committed, app_of, broker_of, committed, fill, filled, member, numbers, topic
 from tests.brokers.kafka_kit import desk, new_name, outgoing, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run(kafka: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A command on the test's server, which the environment names."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("COLUMNS", "250")  # so that no cell is wrapped
-    monkeypatch.setenv("STREAMFW_BROKERS__DEFAULT__URL", kafka.url)
-    runner = CliRunner()
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        result = runner.invoke(program, list(arguments), catch_exceptions=False)
-        return result.exit_code, result.stdout, result.stderr
-
-    return run
+    return commands_on(kafka.url, tmp_path, monkeypatch, columns=250)
 
 
 def cells(line: str) -> list[str]:

@@ -8,18 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from streamfw.cli.program import program
 from streamfw_postgres.migrations import MIGRATIONS
+from tests.brokers.cli_kit import Run, commands_on
 from tests.helpers import eventually_blocking
 from tests.services.postgres import Postgres
-
-Run = Callable[..., tuple[int, str, str]]
 
 SERVICE = """
 import os
@@ -40,18 +36,7 @@ app = App(ship, name="shop")
 @pytest.fixture
 def run(database: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A command on the test's database, which the environment names."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("COLUMNS", "200")  # so that no cell is wrapped
-    monkeypatch.setenv("STREAMFW_BROKERS__DEFAULT__URL", database.dsn)
-    runner = CliRunner()
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        result = runner.invoke(program, list(arguments), catch_exceptions=False)
-        assert database.password not in result.output
-        return result.exit_code, result.stdout, result.stderr
-
-    return run
+    return commands_on(database.dsn, tmp_path, monkeypatch, columns=200, secret=database.password)
 
 
 def execute(database: Postgres, sql: str) -> list[tuple[object, ...]]:

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException
-from typer.testing import CliRunner
 
 from streamfw import subscriber
-from streamfw.cli.program import program
 from streamfw.message import ORIGIN, ORIGIN_GROUP, TOMBSTONE, Headers, Outgoing
 from streamfw_kafka.connection import KafkaConnection
 from streamfw_kafka.publish import Stored
 from streamfw_kafka.wire import MESSAGE_ID
+from tests.brokers.cli_kit import Run, commands_on
 from tests.brokers.kafka_apps import app_of, broker_of, committed, fill, filled, numbers, source_of, topic
 from tests.brokers.kafka_kit import desk, new_name, outgoing, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka, OwnKafka, java_tool
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run(kafka: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A command on the test's server, which the environment names."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("COLUMNS", "250")  # so that no cell is wrapped
-    monkeypatch.setenv("STREAMFW_BROKERS__DEFAULT__URL", kafka.url)
-    runner = CliRunner()
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        result = runner.invoke(program, list(arguments), catch_exceptions=False)
-        return result.exit_code, result.stdout, result.stderr
-
-    return run
+    return commands_on(kafka.url, tmp_path, monkeypatch, columns=250)
 
 
 # -- dead letters
