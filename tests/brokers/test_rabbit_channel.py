@@ -22,14 +22,7 @@ from tests.helpers import eventually
 from tests.services.proxy import Proxy
 from tests.services.rabbit import Rabbit
 
-from .rabbit_kit import TRANSPORTS, Tap, TransportName, ended, publish, rig, send
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
-
+from .rabbit_kit import Tap, TransportName, ended, publish, rig, send
 
 # ---------------------------------------------------------------------- messages
 

@@ -3,7 +3,6 @@ person does with them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,28 +13,10 @@ from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_G
 from streamfw_rabbit import Exchange, RabbitQueue, TopologyMismatch
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.deadletters import adopt
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send
-from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send
+from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
-
-
-@pytest.fixture
-async def connection(rabbit: Rabbit, transport: TransportName) -> AsyncIterator[RabbitConnection]:
-    async with connected(rabbit, transport=transport) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def other(rabbit: Rabbit) -> AsyncIterator[Raw]:
-    async with raw(rabbit) as opened:
-        yield opened
 
 
 def letter(dead: str, name: str, group: str, body: bytes = b"x", **options: Any) -> Outgoing:

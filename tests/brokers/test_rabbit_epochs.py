@@ -24,13 +24,7 @@ from tests.services import rabbit as rabbit_services
 from tests.services.proxy import Proxy
 from tests.services.rabbit import OwnRabbit, Rabbit
 
-from .rabbit_kit import TRANSPORTS, Rig, Tap, TransportName, ended, options, publish, rig, send
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
+from .rabbit_kit import Rig, Tap, TransportName, ended, options, publish, rig, send
 
 
 @pytest.fixture(scope="module")

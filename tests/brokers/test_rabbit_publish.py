@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -19,30 +18,11 @@ from streamfw.errors import (
 )
 from streamfw_rabbit import Exchange, RabbitQueue
 from streamfw_rabbit.connection import RabbitConnection
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send
-from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send
+from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
 from tests.services.proxy import Proxy
 from tests.services.rabbit import OwnRabbit, Rabbit
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
-
-
-@pytest.fixture
-async def connection(rabbit: Rabbit, transport: TransportName) -> AsyncIterator[RabbitConnection]:
-    async with connected(rabbit, transport=transport) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def other(rabbit: Rabbit) -> AsyncIterator[Raw]:
-    async with raw(rabbit) as opened:
-        yield opened
-
 
 # ---------------------------------------------------------------------- each its own answer
 

@@ -15,15 +15,9 @@ from streamfw.message import new_message_id
 from streamfw_rabbit import RabbitBroker
 from streamfw_rabbit.connection import RabbitConnection
 from tests.brokers.rabbit_broker_kit import new_name, raw
-from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
 
 
 @pytest.fixture

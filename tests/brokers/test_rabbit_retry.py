@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -22,29 +21,10 @@ from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.delivery import RabbitDelivery
 from streamfw_rabbit.headers import ATTEMPT, FROM, LEFT
 from streamfw_rabbit.retry import LEVELS, LONGEST, Ladder, digits_of
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, source_of
-from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send, source_of
+from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
-
-
-@pytest.fixture
-async def connection(rabbit: Rabbit, transport: TransportName) -> AsyncIterator[RabbitConnection]:
-    async with connected(rabbit, transport=transport) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def other(rabbit: Rabbit) -> AsyncIterator[Raw]:
-    async with raw(rabbit) as opened:
-        yield opened
-
 
 # ---------------------------------------------------------------------- the ladder
 

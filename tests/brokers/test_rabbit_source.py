@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,27 +20,9 @@ from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.delivery import RabbitDelivery
 from streamfw_rabbit.errors import NotFound
 from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, source_of
-from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
 from tests.services.rabbit import OwnRabbit, Rabbit
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
-
-
-@pytest.fixture
-async def connection(rabbit: Rabbit, transport: TransportName) -> AsyncIterator[RabbitConnection]:
-    async with connected(rabbit, transport=transport) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def other(rabbit: Rabbit) -> AsyncIterator[Raw]:
-    async with raw(rabbit) as opened:
-        yield opened
 
 
 async def fill(connection: RabbitConnection, name: str, count: int) -> None:

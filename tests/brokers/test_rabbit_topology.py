@@ -16,15 +16,9 @@ from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue, TopologyMismatc
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.errors import AccessRefused, NotFound
 from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send
-from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.brokers.rabbit_kit import TransportName
 from tests.services._homes import free_port
 from tests.services.rabbit import Rabbit
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from streamfw_rabbit.consumer import Window
 from streamfw_rabbit.delivery import RabbitDelivery
 from streamfw_rabbit.settings import parsed
 from streamfw_rabbit.topology import plan_of
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, source_of
-from tests.brokers.rabbit_kit import TRANSPORTS, TransportName
+from tests.brokers.rabbit_broker_kit import Raw, member, new_name, outgoing, send, source_of
+from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
 
@@ -102,24 +101,6 @@ def test_large_bodies_bound_it() -> None:
 
 
 # ---------------------------------------------------------------------- on a server
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
-
-
-@pytest.fixture
-async def connection(rabbit: Rabbit, transport: TransportName) -> AsyncIterator[RabbitConnection]:
-    async with connected(rabbit, transport=transport) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def other(rabbit: Rabbit) -> AsyncIterator[Raw]:
-    async with raw(rabbit) as opened:
-        yield opened
 
 
 async def test_a_quick_consumer_grows_and_loses_nothing(connection: RabbitConnection, other: Raw) -> None:
