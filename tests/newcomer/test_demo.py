@@ -25,6 +25,7 @@ from streamfw import Message
 from tests.helpers import eventually_blocking
 from tests.services.kafka import Kafka
 from tests.services.postgres import Postgres
+from tests.services.rabbit import Rabbit
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 2
@@ -139,6 +140,17 @@ async def test_demo_on_kafka_agrees_although_a_worker_is_killed(kafka: Kafka) ->
     assert done.stderr == ""
 
 
+@pytest.mark.timeout(90)
+async def test_demo_on_rabbitmq_agrees_although_a_worker_is_killed(rabbit: Rabbit) -> None:
+    done = await asyncio.to_thread(run_demo, rabbit.url, "--json", seconds=70)
+    report = result(done)
+    assert_agrees(report)
+    assert report["killed"] is not None
+    assert report["takeover"] is None or report["takeover"] < 30  # None: it was killed behind the last message
+    assert done.stderr == ""
+    assert rabbit.password not in done.stdout
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("broker", "says"),
@@ -148,6 +160,7 @@ async def test_demo_on_kafka_agrees_although_a_worker_is_killed(kafka: Kafka) ->
         ("postgres://me:secret@127.0.0.1:1/x", "cannot be reached"),
         (f"postgres+embedded://{ROOT}", "an embedded server needs a directory of its own"),
         ("kafka://me:secret@127.0.0.1:1", "127.0.0.1:1"),
+        ("amqp://me:secret@127.0.0.1:1", "127.0.0.1:1"),
     ],
 )
 def test_demo_says_what_is_wrong_with_a_url(broker: str, says: str) -> None:
