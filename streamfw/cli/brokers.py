@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from streamfw.broker import Broker
 from streamfw.config import make_broker, options_for, read
 from streamfw.memory import MemoryBroker
 
 from .output import CommandError
 
-__all__ = ["broker_of_command", "not_memory"]
+__all__ = ["broker_of_command", "broker_of_kind", "not_memory"]
 
 
 def broker_of_command(url: str | None) -> Broker:
@@ -25,6 +28,24 @@ def broker_of_command(url: str | None) -> Broker:
             )
         url = str(configured["url"])
     return make_broker("brokers.default", url, options_for(url, configured))
+
+
+def broker_of_kind(url: str | None, kind: str, example: str) -> tuple[Any, Broker]:
+    """`broker_of_command`, which must be the broker of ``streamfw_<kind>``, and that package: it may not be installed.
+
+    `kind` is spelled as its broker's class begins (``Kafka``); `example` is one of its URLs, for the message.
+    """
+    broker = broker_of_command(url)
+    package_name = f"streamfw_{kind.lower()}"
+    try:
+        package: Any = importlib.import_module(package_name)
+    except ImportError as error:
+        raise CommandError(
+            f"this needs {error.name}; install it with: pip install 'streamfw[{kind.lower()}]'"
+        ) from error
+    if not isinstance(broker, getattr(package, f"{kind}Broker")):
+        raise CommandError(f"{broker.describe()} is not {kind}: name one with --broker {example}")
+    return package, broker
 
 
 def not_memory(broker: Broker, doing: str) -> Broker:

@@ -6,7 +6,6 @@ The Kafka package is looked up when a command runs, as brokers are: the core imp
 from __future__ import annotations
 
 import asyncio
-import importlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
@@ -19,7 +18,7 @@ from rich.text import Text
 from streamfw.broker import Position
 from streamfw.config import near as near_word
 
-from .brokers import broker_of_command
+from .brokers import broker_of_kind
 from .output import BrokerUrl, CommandError, age, console, reporting, safe, say, table
 
 __all__ = ["commands"]
@@ -33,13 +32,7 @@ Groups = Annotated[list[str] | None, typer.Option("--group", metavar="GROUP", he
 
 def _with_kafka(url: str | None, do: Callable[[Any], Awaitable[T]]) -> T:
     """`do` with a connection of the broker, which is one of Kafka's."""
-    broker = broker_of_command(url)
-    try:
-        package: Any = importlib.import_module("streamfw_kafka")
-    except ImportError as error:
-        raise CommandError(f"this needs {error.name}; install it with: pip install 'streamfw[kafka]'") from error
-    if not isinstance(broker, package.KafkaBroker):
-        raise CommandError(f"{broker.describe()} is not Kafka: name one with --broker kafka://..")
+    _, broker = broker_of_kind(url, "Kafka", "kafka://..")
 
     async def connected() -> T:
         async with broker.connect() as connection:

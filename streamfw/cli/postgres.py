@@ -6,7 +6,6 @@ The Postgres package is looked up when a command runs, as brokers are: the core 
 from __future__ import annotations
 
 import asyncio
-import importlib
 from typing import Annotated, Any
 
 import msgspec
@@ -15,24 +14,12 @@ from rich.text import Text
 
 from streamfw.broker import Broker
 
-from .brokers import broker_of_command
-from .output import BrokerUrl, CommandError, age, console, reporting, say, table
+from .brokers import broker_of_kind
+from .output import BrokerUrl, age, console, reporting, say, table
 
 __all__ = ["commands"]
 
 commands = typer.Typer(help="Look after the tables of the Postgres broker.", no_args_is_help=True)
-
-
-def _postgres(url: str | None) -> tuple[Any, Broker]:
-    """The Postgres package, and the broker, which is one of its own."""
-    broker = broker_of_command(url)
-    try:
-        package: Any = importlib.import_module("streamfw_postgres")
-    except ImportError as error:
-        raise CommandError(f"this needs {error.name}; install it with: pip install 'streamfw[postgres]'") from error
-    if not isinstance(broker, package.PostgresBroker):
-        raise CommandError(f"{broker.describe()} is not Postgres: name one with --broker postgres://..")
-    return package, broker
 
 
 @commands.command("migrate")
@@ -42,7 +29,7 @@ def migrate(
     plan: Annotated[bool, typer.Option("--plan", help="Print the SQL that would run, and change nothing.")] = False,
 ) -> None:
     """Bring the schema up to date. Safe while the service runs, and from many processes at once."""
-    package, target = _postgres(broker)
+    package, target = broker_of_kind(broker, "Postgres", "postgres://..")
     steps: list[str] = asyncio.run(package.migrate(target, plan=plan))
     if plan:
         print("\n\n".join(steps) if steps else "-- up to date: nothing to do")
@@ -60,7 +47,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
     """Show what waits in every queue, since when, and how the table is."""
-    _, target = _postgres(broker)
+    _, target = broker_of_kind(broker, "Postgres", "postgres://..")
     found = asyncio.run(_status(target))
     if json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
