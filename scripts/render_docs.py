@@ -22,6 +22,8 @@ from streamfw.memory import MemoryBroker
 from streamfw_kafka import KafkaBroker
 from streamfw_kafka.settings import Settings as KafkaSettings
 from streamfw_postgres import PostgresBroker
+from streamfw_rabbit import RabbitBroker
+from streamfw_rabbit.settings import Settings as RabbitSettings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -112,6 +114,7 @@ def configuration() -> str:
     for title, owner, settings in (
         ("A broker: `postgres://`, `postgres+embedded://`", PostgresBroker, None),
         ("A broker: `kafka://`, `kafka+tls://`", KafkaBroker, KafkaSettings),
+        ("A broker: `amqp://`, `amqps://`", RabbitBroker, RabbitSettings),
         ("A broker: `memory://`", MemoryBroker, None),
     ):
         parts += [f"\n## {title}\n", TABLE, *broker_rows(owner, settings)]

@@ -26,24 +26,35 @@ class RabbitBroker(Broker):
     """RabbitMQ 3.10 or later, over AMQP 0-9-1.
 
     `url` is ``amqp://user:password@host:port,host:port/vhost?option=value`` (``amqps://`` over TLS). The options stand
-    in the URL's query as well; given both ways, the argument wins. Times are in seconds, sizes in bytes.
+    in the URL's query as well; given both ways, the argument wins. Times are in seconds, sizes in bytes. What an option
+    is when it is not given stands in parentheses.
 
-    - `username`, `password`, `vhost`: instead of those in the URL.
-    - `ca`, `cert`, `key`: files in PEM: whom to trust (default: the system's), and our own certificate and its key.
-    - `auth`: ``plain`` (user and password), or ``external`` (by our certificate).
-    - `name`: how the server's management calls our connections.
-    - `heartbeat`: a peer that says nothing for twice as long is dead (0: none). `connect_timeout`: for a connection.
-    - `transport`: ``fast`` takes deliveries, confirms and publishes past the client library, ``aiormq`` goes through
-      ``auto`` is the fast one as long as it can be.
-    - `declare`: ``declare`` makes what is missing, ``passive`` looks whether it is there, ``off`` does neither.
-    - `delivery_limit`: of the queues that we declare; see `RabbitQueue`.
-    - `max_body`: the largest body that is published. The server has a limit of its own (16 MiB from 4.0 on).
-    - `window`, `window_bytes`: how many messages, and bytes of bodies, may be under way unconfirmed.
-    - `publish_timeout`: for a publish to be answered. `blocked_timeout`: how long one waits, of it, for a server that
-      takes no publishes (an alarm).
-    - `priorities`: the highest of AMQP's priorities that is published with. A message of priority 0 has the middle one;
-      queues have priorities where they were declared with them (``RabbitQueue(priorities=..)``).
-    - `consumer_timeout`: as the server has it (default 30 min); half of it is warned about.
+    - `username` ("guest"): who logs in; better in the URL.
+    - `password` ("guest"): with it; better in the URL, or in the environment.
+    - `vhost` ("/"): which of the server's virtual hosts; better in the URL.
+    - `ca` (none): over TLS, the file in PEM of whom to trust instead of the system's certificates.
+    - `cert` (none): over TLS, the file in PEM of our own certificate; with `key`.
+    - `key` (none): the file in PEM of the certificate's key.
+    - `auth` ("plain"): ``plain`` (user and password), or ``external`` (by our certificate).
+    - `name` ("streamfw"): how the server's management calls our connections.
+    - `heartbeat` (15): a peer that says nothing for twice as long is dead; 0 is none.
+    - `connect_timeout` (10.0): how long connecting may take.
+    - `transport` ("auto"): ``fast`` takes deliveries, confirms and publishes past the client library; ``aiormq`` goes
+      through the library with all of them; ``auto`` is the fast one as long as it can be.
+    - `declare` ("declare"): ``declare`` makes what is missing, ``passive`` looks whether it is there, ``off`` does
+      neither.
+    - `delivery_limit` (20): how often a queue that we declare delivers a message that comes back unsettled; see
+      `RabbitQueue`.
+    - `max_body` (16777216): the largest body that is published. The server has a limit of its own (16 MiB from 4.0
+      on).
+    - `window` (1000): how many messages may be under way unconfirmed.
+    - `window_bytes` (8388608): how many bytes of their bodies.
+    - `publish_timeout` (30.0): how long a publish may take to be answered.
+    - `blocked_timeout` (10.0): how long one waits, of that, for a server that takes no publishes (an alarm).
+    - `priorities` (0): the highest of AMQP's priorities that is published with. A message of priority 0 has the middle
+      one; queues have priorities where they were declared with them (``RabbitQueue(priorities=..)``).
+    - `consumer_timeout` (1800.0): after how long the server ends a channel for a message that is not settled, as the
+      server has it; half of it is warned about.
 
     Raises `ValueError`, naming the option, for a wrong value.
     """
