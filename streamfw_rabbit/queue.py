@@ -26,7 +26,7 @@ QUEUE_NAME: Final = 255
 _LEGAL: Final = re.compile(r"[a-zA-Z0-9-_.:@#,/+ ]*")
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class Exchange(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """An exchange: ``Exchange("events", "topic")``.
 
     - `type`: ``direct``, ``fanout``, ``topic``, ``headers``, or one that a plugin of the server brings.
@@ -43,7 +43,7 @@ class Exchange(msgspec.Struct, frozen=True):
     declare: Declare | None = None
 
 
-class Binding(msgspec.Struct, frozen=True):
+class Binding(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """`key` may be empty; `arguments` are for a ``headers`` exchange."""
 
     exchange: Exchange
@@ -51,7 +51,7 @@ class Binding(msgspec.Struct, frozen=True):
     arguments: Mapping[str, FieldValue] = {}
 
 
-class RabbitQueue(msgspec.Struct, frozen=True):
+class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """A queue as it is: ``@subscriber(RabbitQueue("emails", bind="mail.*", exchange=Exchange("events")))``.
 
     Who subscribes to it competes, whatever their groups; what is published to it by name goes into it (where no

@@ -52,7 +52,7 @@ _WORDS: Final = ("first", "last", "next")
 Start: TypeAlias = "Literal['first', 'last', 'next'] | datetime | int"
 
 
-class Stream(msgspec.Struct, frozen=True):
+class Stream(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """A stream: ``@subscriber(Stream("events", store=PostgresOffsets("postgres://..")))``.
 
     A stream keeps what was published to it, also when it was read. Each group reads all of it, in order, and has an

@@ -9,7 +9,7 @@ import pytest
 from streamfw import App, subscriber
 from streamfw.broker import Order, Subscription
 from streamfw.errors import BrokerRefused
-from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue
+from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue, Stream
 from streamfw_rabbit.queue import Binding, Declare
 from streamfw_rabbit.settings import parsed
 from streamfw_rabbit.topology import group_queue, plan_of, retries
@@ -242,3 +242,11 @@ def test_arguments_are_gated() -> None:
         require_arguments((3, 10, 8), "quorum", ["x-max-length", "x-consumer-timeout"], "here")
     require_arguments((3, 12, 1), "quorum", ["x-max-length", "x-consumer-timeout"], "here")
     assert list(argument_mistakes("stream", ["x-max-age", "mine"])) == []
+
+
+def test_a_source_shows_what_was_said_of_it_and_no_default() -> None:
+    assert repr(Exchange("events")) == "Exchange(name='events')"
+    assert repr(Binding(Exchange("events", "fanout"))) == ("Binding(exchange=Exchange(name='events', type='fanout'))")
+    source = RabbitQueue("emails", bind="mail.*", exchange=Exchange("events"))
+    assert repr(source) == "RabbitQueue(name='emails', exchange=Exchange(name='events'), bind='mail.*')"
+    assert repr(Stream("events", max_age=60)) == "Stream(name='events', max_age=60)"
