@@ -252,8 +252,8 @@ class BatchCrew(Crew):
         first = self.outcome_of(slot, good[0], error)
         if first is RELEASE:
             return [RELEASE] * len(good)
-        if isinstance(error, asyncio.CancelledError):
-            error = TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
+        if isinstance(error, asyncio.CancelledError) and slot.expired:
+            error = self.timed_out()
         return [first, *(self.policy.outcome(message, error) for message in good[1:])]
 
     def _acknowledge(self, messages: list[Delivery], lanes: dict[Hashable, None]) -> None:

@@ -7,10 +7,14 @@ Theory of operation
     or runs dry, and then wakes the next. So handlers that never suspend pay one wake a fetch, not one a worker.
 
     A worker task is used for many messages, so it must come out of each as it went in. Two cheap checks tell (its
-    context is what it was; nobody cancelled it). A worker that fails one is replaced by a new task, not repaired:
-    ``cancel()`` may leave a second CancelledError pending, which Python 3.11 and 3.12 cannot take back, and a context
-    variable that was unset cannot be unset again. A subscriber whose handler leaks context is run with a context a
-    message from then on.
+    context is what it was; nobody cancelled it, see `slot.Worker`). A worker that fails one is replaced by a new task,
+    not repaired: ``cancel()`` may leave a second CancelledError pending, which Python 3.11 and 3.12 cannot take back,
+    and a context variable that was unset cannot be unset again. A subscriber whose handler leaks context is run with a
+    context a message from then on.
+
+    A handler that is cancelled has failed, like one that raises anything else, whoever did it (the handler itself, a
+    library): left uncounted it would be tried again for ever. Only what we cancel is unsettled, and what is cancelled
+    with all else because the loop goes down.
 
     Costs (CPU, CPython 3.11, in units of ``await h()``, about 0.1 us): a Settlement 0.8, the clock 0.5, the context
     check 0.5, a lane 1.4, a turn of the loop 23, a future's wake 10, a task 40 to 60.
@@ -33,7 +37,7 @@ from streamfw.outcome import ACK, RELEASE, Outcome, Policy
 from .context import apart, clean_context, one_turn
 from .lanes import Lanes
 from .signal import Signal
-from .slot import DRAIN, SLOT, Slot
+from .slot import DRAIN, SLOT, Slot, Worker
 
 __all__ = ["Crew", "Slot"]
 
@@ -80,6 +84,7 @@ class Crew:
         self._slice, self._slice_end = max(SLICE / workers, 1e-4), 0.0  # each of n workers may have one a turn
         self._alarm: asyncio.TimerHandle | None = None
         self.warn: Callable[[str], None] = lambda message: None
+        self.goes_down: Callable[[], bool] = lambda: False  # whether everything is being cancelled, not one handler
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -100,7 +105,8 @@ class Crew:
         self.slots.add(slot)
         context = self._context.copy()
         context.run(SLOT.set, slot)
-        slot.task = self._loop.create_task(self.work(slot), context=context)
+        slot.task = Worker(self.work(slot), loop=self._loop, context=context)
+        slot.task.slot = slot
         slot.task.add_done_callback(partial(self._ended, slot))
 
     def _ended(self, slot: Slot, task: asyncio.Task[None]) -> None:
@@ -240,14 +246,12 @@ class Crew:
     def outcome_of(self, slot: Slot, message: Any, error: BaseException) -> Outcome:
         """The outcome of a handler that raised `error`."""
         if isinstance(error, asyncio.CancelledError):
-            if not slot.expired and not slot.spoiled and not slot.task.cancelling():
-                # Nobody cancelled the handler: something that it waited for was. To it that is an error like another.
-                return self.policy.outcome(message, error)
-            slot.spoiled = True
-            if not slot.expired:
-                return RELEASE  # cancelled is unsettled: no acknowledgement, no failure, no attempt
-            self.timeouts += 1
-            error = TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
+            if slot.expired:
+                error = self.timed_out()
+                self.timeouts += 1
+            elif slot.drained or self.goes_down():
+                slot.spoiled = True
+                return RELEASE  # unsettled: no acknowledgement, no failure, no attempt
         elif not isinstance(error, Exception):
             # It ends the app, by a drain. Raised from here, a SystemExit would end the loop and all that runs in it.
             slot.spoiled = True
@@ -255,9 +259,12 @@ class Crew:
             if isinstance(error, KeyboardInterrupt):  # a terminal throws it at whoever runs
                 return RELEASE
             # And it is a failure of its message: given back uncounted, that would end every process to come.
-        elif slot.spoiled and not slot.expired and not isinstance(error, Outcome):
+        elif slot.drained and not slot.expired and not isinstance(error, Outcome):
             return RELEASE  # the drain cancelled it, and a library made an error of its own of that
         return self.policy.outcome(message, error)
+
+    def timed_out(self) -> TimeoutError:
+        return TimeoutError(f"the handler ran longer than {self.timeout} s and was cancelled")
 
     # -- what is ready
 
@@ -343,10 +350,10 @@ class Crew:
         now, timeout = self.clock(), self.timeout
         following = now + timeout
         for slot in self.slots:
-            if slot.message is not None and not slot.spoiled:
+            if slot.message is not None and not slot.expired and not slot.drained:
                 expires = slot.started + timeout
                 if expires <= now:
-                    slot.spoiled = slot.expired = True
+                    slot.expired = slot.for_good = True
                     slot.task.cancel()
                 elif expires < following:
                     following = expires
@@ -372,13 +379,13 @@ class Crew:
         """
         while self.idle:
             self.idle.pop().set()
-        late = {slot.task for slot in self.slots}
+        late: set[asyncio.Task[None]] = {slot.task for slot in self.slots}
         if late:
             _, late = await asyncio.wait(late, timeout=max(0.0, deadline - self._loop.time()))
         told = -math.inf
         while late:  # a handler may swallow one cancellation; it is told again
             for slot in self.slots:
-                slot.spoiled = True
+                slot.drained = slot.for_good = True
                 slot.task.cancel(DRAIN)
             in_threads = [slot for slot in self.slots if slot.in_thread]
             now = self._loop.time()

@@ -35,7 +35,7 @@ __all__ = ["Pump"]
 TICK = 1.0  # seconds between two looks at what is at hand
 GRACE = 5.0  # seconds for the last settlements, after the handlers' own deadline
 CALM = 30.0  # seconds after which a source that broke counts as well again, though it had nothing to deliver
-PAUSE = (0.05, 0.5)  # seconds before what was cancelled by somebody is tried again
+PAUSE = (0.05, 0.5)  # seconds before what is unsettled is tried again
 
 
 class Pump:
@@ -93,6 +93,7 @@ class Pump:
             done=self._done,
         )
         crew.warn = lambda text: self.log(logging.WARNING, "%s", text)
+        crew.goes_down = lambda: any(task.cancelling() for task in self._tasks)  # which no handler knows
         if isinstance(crew, BatchCrew):
             assert plan.batch is not None
             crew.batch, crew.decode = plan.batch, plan.decode
@@ -382,8 +383,8 @@ class Pump:
         self._to_settle.set()
 
     def _cancelled(self, delivery: Delivery) -> bool:
-        """A handler was cancelled, or its transaction broke, so its delivery is unsettled. In a drain `Source.close`
-        gives it back; otherwise it is tried again here, not at once: it may be the same again."""
+        """We have cancelled a handler, or its transaction broke, so its delivery is unsettled. In a drain
+        `Source.close` gives it back; otherwise it is tried again here, not at once: it may be the same again."""
         if delivery.lost:
             self._forget(delivery)
             return False

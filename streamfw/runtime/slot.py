@@ -10,7 +10,7 @@ from typing import Any
 
 from streamfw.broker import Delivery
 
-__all__ = ["DRAIN", "SLOT", "Slot"]
+__all__ = ["DRAIN", "SLOT", "Slot", "Worker"]
 
 DRAIN = "the app stops"
 """The message of a cancellation by the drain: who cannot be cancelled may go on and end well."""
@@ -23,8 +23,19 @@ class Slot:
     away by emptying the list, so a worker looks there when it goes on. `in_thread`: its handler runs in a thread now.
     """
 
-    __slots__ = ("clock", "expired", "holds", "in_thread", "message", "spoiled", "started", "task")
-    task: asyncio.Task[None]
+    __slots__ = (
+        "clock",
+        "drained",
+        "expired",
+        "for_good",
+        "holds",
+        "in_thread",
+        "message",
+        "spoiled",
+        "started",
+        "task",
+    )
+    task: Worker
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -32,7 +43,9 @@ class Slot:
         self.in_thread = False
         self.message: object = None
         self.spoiled = False  # somebody cancelled the task: not fit for another message
+        self.for_good = False  # though whoever it was takes it back
         self.expired = False  # it was the timeout
+        self.drained = False  # it was the drain
         self.holds: list[Delivery] = []
 
     @property
@@ -59,6 +72,29 @@ class Slot:
         """Its handler begins. Called from the thread as well: nobody else touches the slot meanwhile."""
         self.started = self.clock()
         self.in_thread = in_thread
+
+
+class Worker(asyncio.Task[None]):
+    """The task of a slot. It notes when it is cancelled, so no message pays for a check of that.
+
+    Otherwise a handler that cancels its own task and returns would leave that to the next message, which would seem to
+    have failed. What is taken back (by a timeout or a task group inside the handler) has come and gone; but not where
+    the task cancelled itself: until it suspends that is still to come, and Python 3.11 and 3.12 forget nothing.
+    """
+
+    slot: Slot
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        slot = self.slot
+        slot.spoiled = True
+        slot.for_good = slot.for_good or asyncio.current_task(self.get_loop()) is self
+        return super().cancel(msg)
+
+    def uncancel(self) -> int:
+        left = super().uncancel()
+        if not left and not self.slot.for_good:
+            self.slot.spoiled = False
+        return left
 
 
 SLOT: ContextVar[Slot] = ContextVar("streamfw_slot")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
 from streamfw.broker import Broker, Capabilities, Order
 from streamfw.message import (
@@ -67,6 +69,43 @@ class AppFailureConformance(AppKit):
             ORIGIN_GROUP: b"shop",
             ORIGIN_ATTEMPT: b"3",
         }
+
+    async def test_a_handler_that_is_cancelled_by_itself_or_by_what_it_waits_for_has_failed(
+        self, broker: Broker, name: str, capabilities: Capabilities
+    ) -> None:
+        """Left uncounted it would come again for ever. Only what the app cancels is unsettled."""
+        attempts: list[tuple[str, str, int]] = []
+        letters: list[Message] = []
+
+        async def handle(message: Message, how: str) -> None:
+            attempts.append((message.name, how, message.attempt))
+            task = asyncio.current_task()
+            assert task is not None
+            if how == "leaks":
+                task = asyncio.create_task(asyncio.sleep(60))
+            if how != "well":
+                task.cancel()
+                await (task if how == "leaks" else asyncio.sleep(60))
+
+        options: dict[str, Any] = {"attempts": 2, "backoff": AT_ONCE, "dead_letter": f"{name}.dead"}
+        app = self.app(broker)
+        app.subscriber(name, **options)(handle)
+        app.subscriber(f"{name}.tx", transactional=capabilities.transactions, **options)(handle)
+
+        @app.subscriber(f"{name}.dead")
+        async def bury(message: Message) -> None:
+            letters.append(message)
+
+        names, cancelled = (name, f"{name}.tx"), ("itself", "leaks")
+        async with app.running():
+            for where in names:
+                for how in (*cancelled, "well"):
+                    await app.publish(where, how, key=how)
+            await self.until(lambda: len(letters) >= 4 and len(attempts) >= 10, "four end as dead letters, two well")
+            await self.still(letters, 4)
+        failed = [(where, how, attempt) for where in names for how in cancelled for attempt in (1, 2)]
+        assert sorted(attempts) == sorted([*failed, *((where, "well", 1) for where in names)])
+        assert {letter.headers[ERROR_TYPE] for letter in letters} == {"CancelledError"}
 
     async def test_what_cannot_be_decoded_is_put_aside_as_it_is(self, broker: Broker, name: str) -> None:
         handled: list[int] = []
