@@ -20,6 +20,7 @@ from streamfw.message import new_message_id
 from streamfw_postgres import PostgresBroker
 from streamfw_postgres.queue import Form
 from tests.faults.ledger import Ledger, Verdict, judge, recorded
+from tests.faults.pace import Pace
 from tests.helpers import eventually
 from tests.services.postgres import OwnPostgres
 from tests.services.proxy import Proxy
@@ -65,8 +66,8 @@ async def cut_run(
 
         app = App(handle, name="cuts", brokers={"default": recorded(broker, ledger)}, drain_timeout=10)
         async with app.running():
-            run = _Run(app, server, proxy, random.Random(seed))
-            await asyncio.gather(run.publish(messages, faults), run.harm(faults))
+            run = _Run(app, server, proxy, random.Random(seed), Pace(messages, faults))
+            await asyncio.gather(run.publish(messages), run.harm(faults))
             await run.settled()
     # A lost connection takes its claim with it at once; a lease outlives it.
     over = LEASE if held == "lease" else 0.0
@@ -83,23 +84,18 @@ async def cut_run(
 
 
 class _Run:
-    def __init__(self, app: App, server: OwnPostgres, proxy: Proxy, chance: random.Random) -> None:
-        self.app, self.server, self.proxy, self.chance = app, server, proxy, chance
+    def __init__(self, app: App, server: OwnPostgres, proxy: Proxy, chance: random.Random, pace: Pace) -> None:
+        self.app, self.server, self.proxy, self.chance, self.pace = app, server, proxy, chance, pace
         self.published: set[str] = set()
         self.maybe: set[str] = set()
         self.refused = 0
         self.faults: Counter[str] = Counter()
         self.unhealthy_seen = False
         self.crashes: list[int] = []
-        self.harmed = 0
-        self._room = asyncio.Event()
 
-    async def publish(self, messages: int, faults: int) -> None:
-        """Keep pace with the faults, so that messages flow during all of them."""
+    async def publish(self, messages: int) -> None:
         for number in range(messages):
-            while number > (self.harmed + 1) * messages / max(faults, 1):
-                self._room.clear()
-                await self._room.wait()
+            await self.pace.turn(number)
             await self._publish_one(number)
 
     async def _publish_one(self, number: int) -> None:
@@ -131,8 +127,7 @@ class _Run:
             await asyncio.sleep(self.chance.uniform(0.02, 0.3))
             await fault()
             self.faults[name] += 1
-            self.harmed += 1
-            self._room.set()
+            self.pace.fault_is_over()
             self.unhealthy_seen = self.unhealthy_seen or not self.app.health().ok
 
     async def _cut(self) -> None:

@@ -24,9 +24,11 @@ import msgspec
 from streamfw import App, Message, OutcomeUnknown, PublishError, subscriber
 from streamfw_kafka import KafkaBroker
 from tests.brokers.kafka_cut import cut_everything
+from tests.faults.findings import Pauses
 from tests.faults.kafka_ledger import MemberLedger, read, recording
 from tests.faults.kafka_reader import lag
-from tests.faults.rebalance_oracle import Fate, Findings, Pauses, judge
+from tests.faults.pace import Pace
+from tests.faults.rebalance_oracle import Fate, Findings, judge
 from tests.helpers import eventually
 from tests.services.kafka import OwnKafka
 
@@ -64,10 +66,9 @@ class KafkaCutRun:
 
     def __str__(self) -> str:
         found = self.findings
-        causes = ", ".join(f"{cause} {count}" for cause, count in sorted(found.duplicates.items())) or "none"
         return (
             f"{dict(self.faults)} in {self.seconds:.0f} s; {found.handled} of {found.published} handled; "
-            f"publishes refused {self.refused}, unknown {self.unknown}; repeated: {causes}; "
+            f"publishes refused {self.refused}, unknown {self.unknown}; repeated: {found.causes}; "
             f"health red {self.unhealthy_seen} times; at work again after {self.recoveries}; "
             f"partitions kept {found.kept}, new {found.new}, commits refused {dict(found.refused)}"
         )
@@ -91,9 +92,9 @@ async def kafka_cut_run(server: OwnKafka, directory: Path, *, seed: int, message
     app = App(handle, name=group, brokers={"default": KafkaBroker(server.facts.url, **OPTIONS)}, drain_timeout=10)
     with recording(ledger):
         async with app.running():
-            run = _Run(app, server, topic, directory, random.Random(seed))
+            run = _Run(app, server, topic, directory, random.Random(seed), Pace(messages, faults))
             async with asyncio.TaskGroup() as both:
-                both.create_task(run.publish(messages, faults))
+                both.create_task(run.publish(messages))
                 both.create_task(run.harm(_plan(server.facts.nodes, faults, run)))
             await run.settled(group)
     findings = judge(read(directory), run.published, run.fates, session=SESSION, maybe=run.maybe, fifo=False)
@@ -144,6 +145,7 @@ class _Run:
     topic: str
     directory: Path
     chance: random.Random
+    pace: Pace
     published: set[int] = field(default_factory=set)
     maybe: set[int] = field(default_factory=set)
     refused: int = 0
@@ -151,22 +153,18 @@ class _Run:
     fates: list[Fate] = field(default_factory=list)
     unhealthy_seen: int = 0
     recoveries: list[float] = field(default_factory=list)
-    _room: asyncio.Event = field(default_factory=asyncio.Event)
 
     # -- what flows
 
-    async def publish(self, messages: int, faults: int) -> None:
-        """Keep pace with the faults, so that messages flow during all of them."""
+    async def publish(self, messages: int) -> None:
         numbers = iter(range(messages))
         async with asyncio.TaskGroup() as publishers:
             for _ in range(PUBLISHERS):
-                publishers.create_task(self._publish_some(numbers, messages, faults))
+                publishers.create_task(self._publish_some(numbers))
 
-    async def _publish_some(self, numbers: Iterator[int], messages: int, faults: int) -> None:
+    async def _publish_some(self, numbers: Iterator[int]) -> None:
         for number in numbers:
-            while number > (self.faults.total() + 1) * messages / max(faults, 1):
-                self._room.clear()
-                await self._room.wait()
+            await self.pace.turn(number)
             await self._publish_one(number)
 
     async def _publish_one(self, number: int) -> None:
@@ -192,7 +190,7 @@ class _Run:
             await fault()
             self.fates.append(Fate(began, "server", until=time.monotonic_ns()))
             self.faults[name] += 1
-            self._room.set()
+            self.pace.fault_is_over()
 
     async def cut(self) -> None:
         """All connections of this process."""
@@ -231,7 +229,6 @@ class _Run:
     async def _recovered(self) -> None:
         """What is published now is handled, and the app is healthy."""
         began = time.monotonic()
-        self._room.set()
         await self._works()
         await eventually(lambda: self.app.health().ok, GREEN, "the app is healthy again")
         self.recoveries.append(time.monotonic() - began)

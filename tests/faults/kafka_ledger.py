@@ -1,7 +1,6 @@
-"""What a member of a Kafka group does, written by its own process so that a SIGKILL loses none of it.
+"""What a member of a Kafka group does, written by its own process (see `lines`). Times are in nanoseconds.
 
-Each process has a file, and each line is one `os.write`. Times are nanoseconds of CLOCK_MONOTONIC, which all processes
-of a machine share. An *owner* is a partition's epoch in one process: ``<process>.<number>``.
+An *owner* is a partition's epoch in one process: ``<process>.<number>``.
 
     P <at> <generation> <partition> <start> <owner>              a partition is ours, from this offset on
     A <at> <generation> <partitions> <kept> <new>                all of them are assigned: the gate opens
@@ -20,10 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +35,7 @@ from streamfw_kafka import opening
 from streamfw_kafka.assignment import KafkaDelivery, Part
 from streamfw_kafka.client import GroupConsumer
 from streamfw_kafka.group import Membership
+from tests.faults.lines import LineFile, lines_of
 
 __all__ = ["Commit", "Handled", "Log", "MemberLedger", "Owner", "read", "recording"]
 
@@ -44,22 +43,18 @@ STANDSTILL = 0.25  # seconds that the loop may be late before it is written down
 _COUNTED = ("kept", "fresh", "fenced", "rebalances", "commits", "refused")
 
 
-class MemberLedger:
-    """One process's file; its name without the ending is the process's."""
+class MemberLedger(LineFile):
+    """One process's file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-        self._process = path.stem
+        super().__init__(path)
         self._numbers, self._batches = itertools.count(1), itertools.count(1)
         self.owners: dict[Part, str] = {}
         self.memberships: list[Membership] = []
 
-    def write(self, *lines: str) -> None:
-        os.write(self._file, ("\n".join(lines) + "\n").encode())
-
     def owner(self, part: Part) -> str:
         if part not in self.owners:
-            self.owners[part] = f"{self._process}.{next(self._numbers)}"
+            self.owners[part] = f"{self.process}.{next(self._numbers)}"
         return self.owners[part]
 
     def handled(self, began: int, handled: Mapping[int, Message], *, batch: bool = False) -> None:
@@ -237,7 +232,7 @@ class Log:
 def read(directory: Path) -> Log:
     """Read the ledgers in `directory`."""
     log = Log()
-    for process, (kind, *words) in _lines(directory):
+    for process, (kind, *words) in lines_of(directory):
         if kind == "H":
             began, ended, identity, partition, offset, owner, batch = words
             entry = Handled(int(began), int(ended), int(partition), int(offset), owner, int(batch))
@@ -264,10 +259,3 @@ def read(directory: Path) -> Log:
         elif kind == "G":
             log.gaps[int(words[0])] += int(words[1])
     return log
-
-
-def _lines(directory: Path) -> Iterator[tuple[str, Sequence[str]]]:
-    """Each line of each process in `directory`, in words, with the process's name."""
-    for path in sorted(directory.glob("*.log")):
-        for line in path.read_text().splitlines():
-            yield path.stem, line.split(" ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,88 +17,34 @@ from streamfw.broker import Connection
 from streamfw.message import Outgoing, new_message_id
 from streamfw_postgres import PostgresBroker
 from tests.faults.ledger import Verdict, judge
+from tests.faults.processes import Processes
 from tests.faults.worker import QUEUE
 
 __all__ = ["Fleet", "KillRun", "kill_run", "poison_run"]
 
 Depth = Callable[[], Awaitable[tuple[int, int]]]
-ROOT = Path(__file__).resolve().parents[2]
 
 
-class Fleet:
-    """Worker processes with numbered names; `killed` are those that got a SIGKILL, by us or by themselves."""
+class Fleet(Processes):
+    """Worker processes; `killed` are those that got a SIGKILL, by us or by themselves."""
 
     def __init__(self, url: str, directory: Path, lease: float, form: str, poison: int | None = None) -> None:
-        self._url, self._directory, self._lease, self._form, self._poison = url, directory, lease, form, poison
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._count = 0
+        last = [] if poison is None else [str(poison)]
+        super().__init__(directory, "worker", lambda ledger: [url, str(ledger), str(lease), form, *last], "worker")
         self.killed: set[str] = set()
 
-    async def start(self) -> str:
-        self._count += 1
-        name = f"worker{self._count:03}"
-        poison = [] if self._poison is None else [str(self._poison)]
-        log = (self._directory / f"{name}.err").open("wb")
-        try:
-            self._processes[name] = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tests.faults.worker",
-                self._url,
-                str(self._directory / f"{name}.log"),
-                str(self._lease),
-                self._form,
-                *poison,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-            )
-        finally:
-            log.close()
-        return name
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._processes)
-
     async def kill(self, name: str) -> None:
-        process = self._processes.pop(name)
-        process.kill()
-        await process.wait()
+        await super().kill(name)
         self.killed.add(name)
 
     async def bury(self) -> int:
         """Take out those that killed themselves; return how many. Any other end is a failure of the run."""
-        gone = [(name, process) for name, process in self._processes.items() if process.returncode is not None]
+        gone = [(name, process) for name, process in self._alive.items() if process.returncode is not None]
         for name, process in gone:
-            del self._processes[name]
+            del self._alive[name]
             assert process.returncode == -signal.SIGKILL, f"{name} ended with {process.returncode}: {self.tail(name)}"
             self.killed.add(name)
         return len(gone)
-
-    async def stop(self) -> None:
-        """SIGTERM to all; each must drain and exit with 0."""
-        for process in self._processes.values():
-            process.terminate()
-        for name, process in list(self._processes.items()):
-            code = await asyncio.wait_for(process.wait(), 40)
-            # One that is still importing ends by the signal itself; it has taken nothing.
-            early = code == -signal.SIGTERM and not self.begun(name)
-            assert code == 0 or early, f"{name} ended with {code} after SIGTERM: {self.tail(name)}"
-            del self._processes[name]
-
-    async def abandon(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-    def tail(self, name: str) -> str:
-        return (self._directory / f"{name}.err").read_text()[-2000:]
-
-    def begun(self, name: str) -> bool:
-        path = self._directory / f"{name}.log"
-        return path.exists() and path.stat().st_size > 0
 
 
 @asynccontextmanager
@@ -167,7 +112,7 @@ async def kill_run(
             await crew.kill(victim)
             await crew.start()
         left, _ = await _drained(depth, 120)
-        await crew.stop()
+        await crew.end()
         killed = crew.killed
     verdict = judge(directory, published, killed, counted=form != "rowlock")
     return KillRun(verdict, len(killed), left, 0, time.monotonic() - began)
@@ -189,7 +134,7 @@ async def poison_run(
                 await crew.start()
             await asyncio.sleep(0.05)
         await crew.bury()
-        await crew.stop()
+        await crew.end()
         left, dead = await depth()
         killed = crew.killed
     verdict = judge(directory, published, killed)

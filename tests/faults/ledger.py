@@ -1,17 +1,12 @@
-"""What happened, written by the processes themselves so that a SIGKILL loses none of it, and judged afterwards.
+"""What happened, written by the processes themselves (see `lines`), and judged afterwards.
 
-Each process appends lines to a file of its own with one `os.write` each: the kernel has it when the call returns.
-
-    S <nanoseconds> <id> <attempt>     a handler starts
-    D <nanoseconds> <id>...            a settlement returned: it is durable
-
-The clock is CLOCK_MONOTONIC, which all processes of a machine share.
+S <nanoseconds> <id> <attempt>     a handler starts
+D <nanoseconds> <id>...            a settlement returned: it is durable
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -37,22 +32,20 @@ from streamfw.outcome import Ack, Drop
 from streamfw_postgres.deliveries import PostgresDelivery
 from streamfw_postgres.holding import HeldClaim
 from streamfw_postgres.rowlock import RowLockSource
+from tests.faults.lines import LineFile, lines_of
 
 __all__ = ["Ledger", "Start", "Verdict", "judge", "recorded"]
 
 
-class Ledger:
+class Ledger(LineFile):
     """One process's file."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-
     def started(self, identity: str, attempt: int) -> None:
-        os.write(self._file, f"S {time.monotonic_ns()} {identity} {attempt}\n".encode())
+        self.write(f"S {time.monotonic_ns()} {identity} {attempt}")
 
     def settled(self, identities: Sequence[str]) -> None:
         if identities:
-            os.write(self._file, f"D {time.monotonic_ns()} {' '.join(identities)}\n".encode())
+            self.write(f"D {time.monotonic_ns()} {' '.join(identities)}")
 
 
 class RecordedSource(Source):
@@ -233,16 +226,14 @@ def judge(
 
 
 def _starts(directory: Path) -> dict[str, list[Start]]:
+    begun: list[tuple[int, str, str, int]] = []
+    durable: set[tuple[str, str]] = set()
+    for process, (kind, at, *rest) in lines_of(directory):
+        if kind == "S":
+            begun.append((int(at), process, rest[0], int(rest[1])))
+        else:
+            durable.update((process, identity) for identity in rest)
     found: dict[str, list[Start]] = defaultdict(list)
-    for path in sorted(directory.glob("*.log")):
-        begun: list[tuple[int, str, int]] = []
-        durable: set[str] = set()
-        for line in path.read_text().splitlines():
-            kind, at, *rest = line.split(" ")
-            if kind == "S":
-                begun.append((int(at), rest[0], int(rest[1])))
-            else:
-                durable.update(rest)
-        for at_ns, identity, attempt in begun:
-            found[identity].append(Start(at_ns, path.stem, attempt, identity in durable))
+    for at_ns, process, identity, attempt in begun:
+        found[identity].append(Start(at_ns, process, attempt, (process, identity) in durable))
     return found

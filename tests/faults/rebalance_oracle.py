@@ -22,9 +22,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from tests.faults.findings import Judged, Pauses
 from tests.faults.kafka_ledger import Handled, Log, Owner
 
-__all__ = ["Cost", "Fate", "Findings", "Pauses", "judge", "out_of_order"]
+__all__ = ["Cost", "Fate", "Findings", "judge", "out_of_order"]
 
 Cause: TypeAlias = Literal["kill", "stop", "server", "starved", "behind", "moved"]
 SETTLING = 0.05  # seconds from a handler's end to its settlement, at most: groups wait for up to 0.02 s
@@ -42,24 +43,6 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Pauses:
-    """Seconds."""
-
-    median: float
-    p95: float
-    longest: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Pauses:
-        found = sorted(values) or [0.0]
-        return cls(statistics.median(found), found[min(len(found) - 1, int(0.95 * len(found)))], found[-1], len(found))
-
-    def __str__(self) -> str:
-        return f"{self.median * 1000:.0f} / {self.p95 * 1000:.0f} / {self.longest * 1000:.0f} ms"
-
-
-@dataclass(frozen=True, slots=True)
 class Cost:
     """What a kill repeated, and at most may have: all that began since the last commit that was accepted was sent, and
     what the marks in it waited for. `since` is how long before the kill that was, in seconds."""
@@ -70,12 +53,9 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Findings:
-    """Only the counts may be anything; of what is listed there must be nothing (`faults`)."""
+class Findings(Judged):
+    """Of members of a Kafka group; `duplicates` by `Cause`."""
 
-    published: int = 0
-    handled: int = 0
-    duplicates: Counter[Cause] = field(default_factory=Counter)
     overtaken: int = 0  # of them, how many the earlier owner began after the later one had the partition
     kills: list[Cost] = field(default_factory=list)
     generations: int = 0
@@ -89,11 +69,6 @@ class Findings:
     cadence: float = 0.0  # seconds between two commits of a member, the median
     batches: int = 0
     largest_batch: int = 0
-    faults: list[str] = field(default_factory=list)
-
-    def wrong(self, what: str, found: Sequence[object]) -> None:
-        if found:
-            self.faults.append(f"{len(found)} {what}, for example {found[:3]}")
 
 
 def judge(

@@ -25,6 +25,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
 from tests.faults.kafka_ledger import read
+from tests.faults.processes import Processes
 from tests.faults.rebalance_member import SESSION
 from tests.faults.rebalance_oracle import Fate, Findings, judge, out_of_order
 from tests.helpers import eventually
@@ -35,7 +36,6 @@ __all__ = ["Mode", "RebalanceRun", "rebalance_run"]
 Mode: TypeAlias = Literal["single", "key", "batch"]
 Kind: TypeAlias = Literal["join", "leave", "kill", "stop"]
 KINDS: tuple[Kind, ...] = ("join", "leave", "kill", "stop")
-ROOT = Path(__file__).resolve().parents[2]
 PARTITIONS = 12
 KEYS = 240
 FEWEST, FIRST, MOST = 2, 4, 6  # members
@@ -52,10 +52,9 @@ class RebalanceRun:
 
     def __str__(self) -> str:
         found = self.findings
-        causes = ", ".join(f"{cause} {count}" for cause, count in sorted(found.duplicates.items())) or "none"
         return (
             f"{dict(self.events)} {dict(self.of_server)}, {found.generations} generations in {self.seconds:.0f} s; "
-            f"{found.handled} of {found.published} handled; repeated: {causes} (begun too late: {found.overtaken}); "
+            f"{found.handled} of {found.published} handled; repeated: {found.causes} (begun too late: {found.overtaken}); "
             f"a kill: {[cost.repeated for cost in found.kills]} of at most {[cost.most for cost in found.kills]}; "
             f"pauses of a member {found.pauses}, of the group {found.group_pauses}, "
             f"longest handler {found.longest_handler * 1000:.0f} ms; partitions kept {found.kept}, new {found.new}; "
@@ -64,52 +63,22 @@ class RebalanceRun:
         )
 
 
-class Members:
-    """The processes of a group, with numbered names, and what befell each."""
+class Members(Processes):
+    """The processes of a group, and what befell each."""
 
     def __init__(self, url: str, topic: str, group: str, directory: Path, mode: Mode) -> None:
-        self._arguments = [url, topic, group]
-        self._directory, self._mode = directory, mode
-        self._alive: dict[str, asyncio.subprocess.Process] = {}
-        self._leaving: dict[str, asyncio.subprocess.Process] = {}
-        self._count = 0
+        super().__init__(
+            directory, "rebalance_member", lambda ledger: [url, topic, group, str(ledger), mode], called="member"
+        )
         self.fates: list[Fate] = []
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._alive)
-
-    async def join(self) -> str:
-        self._count += 1
-        name = f"member{self._count:03}"
-        log = (self._directory / f"{name}.err").open("wb")
-        try:
-            self._alive[name] = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tests.faults.rebalance_member",
-                *self._arguments,
-                str(self._directory / f"{name}.log"),
-                self._mode,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-            )
-        finally:
-            log.close()
-        return name
-
     def leave(self, name: str) -> None:
-        """SIGTERM: it drains, leaves the group and ends (`buried` looks how)."""
         self._befell(name, "leave")
-        self._leaving[name] = self._alive.pop(name)
-        self._leaving[name].terminate()
+        super().leave(name)
 
     async def kill(self, name: str) -> None:
-        process = self._alive.pop(name)
         self._befell(name, "kill")
-        process.kill()
-        await process.wait()
+        await super().kill(name)
 
     def stop(self, name: str) -> None:
         self._befell(name, "stop")
@@ -123,34 +92,6 @@ class Members:
 
     def _befell(self, name: str, kind: Literal["kill", "stop", "go on", "leave"]) -> None:
         self.fates.append(Fate(time.monotonic_ns(), kind, name))
-
-    def check(self) -> None:
-        """No member ends by itself."""
-        for name, process in self._alive.items():
-            assert process.returncode is None, f"{name} ended with {process.returncode}: {self.tail(name)}"
-
-    async def end(self) -> None:
-        """Let all leave; each must drain and exit with 0."""
-        for name in self.names:
-            self.leave(name)
-        for name, process in self._leaving.items():
-            code = await asyncio.wait_for(process.wait(), 40)
-            # One that is still importing ends by the signal itself; it has taken nothing.
-            early = code == -signal.SIGTERM and not self.begun(name)
-            assert code == 0 or early, f"{name} ended with {code} after SIGTERM: {self.tail(name)}"
-
-    async def abandon(self) -> None:
-        for process in (*self._alive.values(), *self._leaving.values()):
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-    def begun(self, name: str) -> bool:
-        path = self._directory / f"{name}.log"
-        return path.exists() and path.stat().st_size > 0
-
-    def tail(self, name: str) -> str:
-        return (self._directory / f"{name}.err").read_text()[-2000:]
 
 
 class Group:
@@ -226,7 +167,7 @@ class _Run:
     async def _do(self, kind: Kind) -> None:
         members = self.members
         if kind == "join":
-            await members.join()
+            await members.start()
             return
         name = self.chance.choice(members.names)
         if kind == "leave":
@@ -310,7 +251,7 @@ async def rebalance_run(
         try:
             run = _Run(crew, Group(admin, f"group-of-{topic}"), random.Random(seed), storm, server)
             for _ in range(FIRST):
-                await crew.join()
+                await crew.start()
             await run.group.until(FIRST)
             await _together(run, kafka.bootstrap, topic, messages, events)
             await _finished(run.group, crew, messages)

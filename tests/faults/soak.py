@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tests.faults.cuts import cut_run
+from tests.faults.findings import Judged, Pauses
 from tests.faults.kafka_cuts import kafka_cut_run
 from tests.faults.kafka_transactions import copy_run
 from tests.faults.kills import KillRun, kill_run, poison_run
 from tests.faults.ledger import Verdict
 from tests.faults.operations import reload_run, service_run
-from tests.faults.rebalance_oracle import Findings, Pauses
+from tests.faults.rebalance_oracle import Findings
 from tests.faults.rebalances import Mode, rebalance_run
 from tests.services import kafka, postgres
 from tests.services.kafka import OwnKafka
@@ -124,14 +125,17 @@ def _lock_cuts(server: OwnPostgres, directory: Path, seed: int) -> Counts:
 
 
 def _found(findings: Findings) -> Counts:
-    assert not findings.faults, "; ".join(findings.faults)
+    return {**_judged(findings), "partitions": {"kept": findings.kept, "new": findings.new}}
+
+
+def _judged(judged: Judged) -> Counts:
+    assert not judged.faults, "; ".join(judged.faults)
     return {
-        "published": findings.published,
-        "handled": findings.handled,
+        "published": judged.published,
+        "handled": judged.handled,
         "lost": 0,
-        "duplicates": findings.duplicates.total(),
-        "duplicates_by_cause": dict(sorted(findings.duplicates.items())),
-        "partitions": {"kept": findings.kept, "new": findings.new},
+        "duplicates": judged.duplicates.total(),
+        "duplicates_by_cause": dict(sorted(judged.duplicates.items())),
     }
 
 
