@@ -11,7 +11,7 @@ from .harness import Scenario, measure
 from .render import PAGE, page, table
 from .scenarios import LOOPS, NAMES, scenario
 
-GROUPS = {"service": ("dispatch", "postgres", "kafka"), "all": NAMES}
+GROUPS = {"service": ("dispatch", "postgres", "kafka", "rabbit"), "all": NAMES}
 
 
 def main() -> int:

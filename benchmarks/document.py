@@ -24,7 +24,7 @@ SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PUBLISHED = ROOT / "docs" / "benchmarks.json"
-PACKAGES = ("msgspec", "asyncpg", "aiokafka", "uvloop", "pydantic", "faststream", "aio-pika")
+PACKAGES = ("msgspec", "asyncpg", "aiokafka", "uvloop", "pydantic", "faststream", "aio-pika", "aiormq")
 
 
 class Machine(msgspec.Struct, kw_only=True):

@@ -1,23 +1,15 @@
-"""One case of the Kafka scenario in a process of its own: ``python -m benchmarks.kafka_process LOOP JOB N SERVER PID``.
-
-It prints what it measured (a `Sample`) as one line of JSON. What ``await h()`` costs is measured in the same process,
-before and after.
-"""
+"""The cases of the Kafka scenario, each in a process of its own (see `process`): ``SERVER`` is a bootstrap address."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiokafka import TopicPartition
 
 from streamfw import App, Batch, subscriber
@@ -25,15 +17,12 @@ from streamfw_kafka.broker import KafkaBroker
 from streamfw_kafka.source import KafkaSource
 
 from .apps import Gate, all_settled
-from .harness import Sample, Window
-from .loops import run
-from .stats import median
+from .harness import Sample
+from .process import BATCH, PUBLISHERS, Here, Job, body, main, noop, noop_batch, peer_order, spread
 from .topic import (
     NAME,
     OUT,
-    Order,
     all_buffered,
-    body,
     committed,
     consumer,
     ends,
@@ -43,48 +32,7 @@ from .topic import (
     read_lists_by_hand,
 )
 
-__all__ = ["BATCH", "JOBS", "PUBLISHERS", "UNIT"]
-
-UNIT = "await h() us"
-BATCH, PUBLISHERS = 100, 100
-
-
-@dataclass(frozen=True)
-class Here:
-    """Where to measure. `pid` is the server's process, 0 for one whose CPU is not to be read."""
-
-    server: str
-    pid: int
-
-    def window(self) -> Window:
-        return Window(self.pid or None)
-
-
-Job = Callable[[Here, int], Awaitable[Sample]]
-
-
-async def noop(order: Order) -> None: ...
-
-
-async def noop_batch(orders: list[Order]) -> None: ...
-
-
-async def unit(times: int) -> float:
-    """Microseconds of one ``await h()``."""
-    h, order = noop, msgspec.json.decode(body(0), type=Order)
-    began = time.process_time()
-    for _ in itertools.repeat(None, times):
-        await h(order)
-    return (time.process_time() - began) / times * 1e6
-
-
-async def measured(job: Job, here: Here, count: int) -> Sample:
-    """A job, with the unit beside it."""
-    units = [await unit(100_000) for _ in range(5)]
-    sample = await job(here, count)
-    units += [await unit(100_000) for _ in range(5)]
-    sample.extra[UNIT] = median(units)
-    return sample
+__all__ = ["JOBS"]
 
 
 # -- reading
@@ -174,15 +122,15 @@ async def app(here: Here, count: int, handler: Any = noop, **options: Any) -> Sa
 async def publish_by_hand(here: Here, count: int) -> Sample:
     bodies = [(body(number), key(number)) for number in range(count)]
 
-    async def publish(mine: list[tuple[bytes, bytes]]) -> None:
+    async def publish(mine: Sequence[tuple[bytes, bytes]]) -> None:
         for value, of in mine:
             await producing.send_and_wait(OUT, value, key=of)
 
     async with producer(here.server) as producing:
-        await asyncio.gather(*(publish(bodies[place : place + 1]) for place in range(PUBLISHERS)))
+        await spread(publish, bodies[:PUBLISHERS])
         before = sum((await ends(here.server, OUT)).values())
         with here.window() as window:
-            await asyncio.gather(*(publish(bodies[place::PUBLISHERS]) for place in range(PUBLISHERS)))
+            await spread(publish, bodies)
     await all_there(here, before + count)
     return window.sample(count)
 
@@ -191,15 +139,15 @@ async def publish(here: Here, count: int) -> Sample:
     bodies = [(body(number), key(number).decode()) for number in range(count)]
     made = App(brokers={"default": KafkaBroker(f"kafka://{here.server}")})
 
-    async def publish(mine: list[tuple[bytes, str]]) -> None:
+    async def publish(mine: Sequence[tuple[bytes, str]]) -> None:
         for value, of in mine:
             await made.publish(OUT, value, key=of)
 
     async with made.running():
-        await asyncio.gather(*(publish(bodies[place : place + 1]) for place in range(PUBLISHERS)))
+        await spread(publish, bodies[:PUBLISHERS])
         before = sum((await ends(here.server, OUT)).values())
         with here.window() as window:
-            await asyncio.gather(*(publish(bodies[place::PUBLISHERS]) for place in range(PUBLISHERS)))
+            await spread(publish, bodies)
     await all_there(here, before + count)
     return window.sample(count)
 
@@ -217,10 +165,8 @@ async def faststream(here: Here, count: int) -> Sample:
     """From the first handled message on: its subscriber cannot be held until it has begun to fetch."""
     from faststream import AckPolicy
     from faststream.kafka import KafkaBroker as Peer
-    from pydantic import create_model
 
     logging.disable(logging.CRITICAL)
-    order: Any = create_model("Order", id=int, item=str, customer=str, amount=float, note=str)
     broker = Peer(here.server, logger=None)
     window, finished, handled = here.window(), asyncio.Event(), 0
 
@@ -233,7 +179,7 @@ async def faststream(here: Here, count: int) -> Sample:
             finished.set()
         handled += 1
 
-    handle.__annotations__["body"] = order
+    handle.__annotations__["body"] = peer_order()
     options: Any = {"auto_offset_reset": "earliest", "ack_policy": AckPolicy.ACK}
     broker.subscriber(NAME, group_id=new_group("peer"), **options)(handle)
     await broker.start()
@@ -255,11 +201,5 @@ JOBS: dict[str, Job] = {
 }
 
 
-def main() -> None:
-    loop, job, count, server, pid = sys.argv[1:]
-    sample = run(measured(JOBS[job], Here(server, int(pid)), int(count)), loop)
-    print(msgspec.json.encode(sample).decode())
-
-
 if __name__ == "__main__":
-    main()
+    main(JOBS)

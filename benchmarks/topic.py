@@ -16,15 +16,15 @@ from aiokafka.admin import AIOKafkaAdminClient
 from tests.services._kafka_java import programs
 from tests.services.kafka import ONE, OwnKafka, own, run_directory
 
+from .process import CUSTOMERS, Order, body
+
 __all__ = [
     "FILLED",
     "NAME",
     "OUT",
     "PARTITIONS",
     "RECORDS",
-    "Order",
     "all_buffered",
-    "body",
     "committed",
     "consumer",
     "ends",
@@ -38,33 +38,17 @@ __all__ = [
 ]
 
 NAME, OUT = "bench-orders", "bench-receipts"
-RECORDS, PARTITIONS, KEYS = 200_000, 4, 1000
+RECORDS, PARTITIONS = 200_000, 4
 FILLED = 64 * 1024  # bytes of the batches that the topic is filled with
 AT_ONCE, POLL = 500, 200  # records and milliseconds of one getmany
-
-
-class Order(msgspec.Struct):
-    id: int
-    item: str
-    customer: str
-    amount: float
-    note: str
 
 
 Handler = Callable[[Order], Awaitable[None]]
 ListHandler = Callable[[list[Order]], Awaitable[None]]
 
 
-def body(number: int) -> bytes:
-    """160 bytes of JSON, or a few less."""
-    return (
-        f'{{"id": {number}, "item": "{"x" * 60}", "customer": "customer-{number % KEYS:06}", '
-        f'"amount": 12.5, "note": "{"y" * 15}"}}'
-    ).encode()
-
-
 def key(number: int) -> bytes:
-    return b"k%d" % (number % KEYS)
+    return b"k%d" % (number % CUSTOMERS)
 
 
 # -- the server

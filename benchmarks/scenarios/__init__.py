@@ -18,6 +18,7 @@ LOOPS = {
     "postgres": "uvloop",
     "postgres_locks": "uvloop",
     "kafka": "uvloop",
+    "rabbit": "uvloop",
     "code": "asyncio",
 }
 NAMES = tuple(LOOPS)

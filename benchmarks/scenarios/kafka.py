@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
-
-from benchmarks.document import ROOT
-from benchmarks.harness import Case, Goal, Sample, Scenario
-from benchmarks.kafka_process import BATCH, PUBLISHERS, UNIT
-from benchmarks.topic import FILLED, PARTITIONS, RECORDS, body, server, version
+from benchmarks.harness import Case, Goal, Scenario
+from benchmarks.process import BATCH, PUBLISHERS, UNIT, Here, body, run_job
+from benchmarks.topic import FILLED, PARTITIONS, RECORDS, server, version
 
 __all__ = ["scenario"]
 
@@ -32,7 +27,7 @@ def scenario(loop: str) -> Scenario:
     def cases() -> Iterator[Sequence[Case]]:
         with server() as running:
             facts["Kafka"] = version()
-            yield _Bench(running.facts.bootstrap, running.pids()[1], loop).cases()
+            yield _Bench(Here(running.facts.bootstrap, running.pids()[1]), loop).cases()
 
     return Scenario(
         name="kafka",
@@ -52,8 +47,7 @@ def scenario(loop: str) -> Scenario:
 
 @dataclass(frozen=True)
 class _Bench:
-    server: str
-    pid: int
+    here: Here
     loop: str
 
     def cases(self) -> list[Case]:
@@ -77,13 +71,9 @@ class _Bench:
         ]
 
     def _case(self, name: str, job: str, goals: Sequence[Goal] = (), count: int = RECORDS) -> Case:
-        return Case(name=name, count=count, run=lambda n: self._process(job, n), goals=goals)
-
-    def _process(self, job: str, count: int) -> Sample:
-        command = [sys.executable, "-m", "benchmarks.kafka_process", self.loop, job, str(count), self.server]
-        done = subprocess.run(
-            [*command, str(self.pid)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+        return Case(
+            name=name,
+            count=count,
+            run=lambda n: run_job("benchmarks.kafka_process", self.loop, job, n, self.here),
+            goals=goals,
         )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Sample)
