@@ -54,7 +54,8 @@ class RebalanceRun:
         found = self.findings
         return (
             f"{dict(self.events)} {dict(self.of_server)}, {found.generations} generations in {self.seconds:.0f} s; "
-            f"{found.handled} of {found.published} handled; repeated: {found.causes} (begun too late: {found.overtaken}); "
+            f"{found.handled} of {found.published} handled; "
+            f"repeated: {found.causes} (begun too late: {found.overtaken}); "
             f"a kill: {[cost.repeated for cost in found.kills]} of at most {[cost.most for cost in found.kills]}; "
             f"pauses of a member {found.pauses}, of the group {found.group_pauses}, "
             f"longest handler {found.longest_handler * 1000:.0f} ms; partitions kept {found.kept}, new {found.new}; "

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tests.brokers.rabbit_kit import TRANSPORTS
 from tests.faults.cuts import cut_run
 from tests.faults.findings import Judged, Pauses
 from tests.faults.kafka_cuts import kafka_cut_run
@@ -31,11 +32,14 @@ from tests.faults.kafka_transactions import copy_run
 from tests.faults.kills import KillRun, kill_run, poison_run
 from tests.faults.ledger import Verdict
 from tests.faults.operations import reload_run, service_run
+from tests.faults.rabbit_cuts import rabbit_cut_run
+from tests.faults.rabbit_faults import KILLED
 from tests.faults.rebalance_oracle import Findings
 from tests.faults.rebalances import Mode, rebalance_run
-from tests.services import kafka, postgres
+from tests.services import kafka, postgres, rabbit
 from tests.services.kafka import OwnKafka
 from tests.services.postgres import OwnPostgres
+from tests.services.rabbit import OwnRabbit
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "reliability" / "results.json"
@@ -67,6 +71,10 @@ def _kafka(directory: Path) -> AbstractContextManager[OwnKafka]:
 
 def _three_kafkas(directory: Path) -> AbstractContextManager[OwnKafka]:
     return kafka.own(kafka.THREE, directory)
+
+
+def _rabbit(directory: Path) -> AbstractContextManager[OwnRabbit]:
+    return rabbit.own(directory)
 
 
 # ---------------------------------------------------------------------- Postgres
@@ -202,6 +210,27 @@ def _transactions(server: OwnKafka, directory: Path, seed: int) -> Counts:
     return {"kills": run.kills, "published": run.messages, "handled": len(run.seen), "lost": 0, "duplicates": 0}
 
 
+# ---------------------------------------------------------------------- RabbitMQ
+
+
+def _rabbit_cuts(server: OwnRabbit, directory: Path, seed: int) -> Counts:
+    """Each transport in turn."""
+    transport = TRANSPORTS[seed % 2]
+    run = asyncio.run(rabbit_cut_run(server, directory, seed=seed, messages=10_000, faults=20, transport=transport))
+    counts = {
+        "kills": run.kills,
+        "faults": {name: run.faults[name] for name in sorted(run.faults) if not name.startswith(KILLED)},
+        "outcome_unknown": run.unknown,
+        **_judged(run.judged),
+        **_seconds(at_work_again=run.recoveries),
+    }
+    assert run.recoveries.longest <= AT_WORK, f"not within {AT_WORK} s: {run.slowest}"
+    return counts
+
+
+AT_WORK = 5.0  # seconds from when the server takes connections until every subscriber has handled a fresh message
+
+
 SUITES: tuple[Suite[Any], ...] = (
     Suite(
         "postgres-lease-kills", "worker processes killed with SIGKILL while 20,000 messages flow", 10, _kills, _postgres
@@ -265,6 +294,14 @@ SUITES: tuple[Suite[Any], ...] = (
         5,
         partial(_kafka_cuts, messages=1_000, faults=6),
         _three_kafkas,
+    ),
+    Suite(
+        "rabbit-cuts",
+        "a server, its connections, channels and queues cut under a running app with subscribers of every kind, and a "
+        "process beside it killed, 200 faults while 100,000 messages flow; either transport in turn",
+        10,
+        _rabbit_cuts,
+        _rabbit,
     ),
 )
 
