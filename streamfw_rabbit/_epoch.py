@@ -19,6 +19,7 @@ from streamfw.errors import BrokerUnavailable
 
 from . import _wire
 from ._base import BaseChannel, finished, told
+from ._gets import GettingChannel
 from ._transport import SocketFactory
 from .channel import Closed, Transport
 from .errors import DRIVER_ERRORS, LIBRARY_ERRORS, ChannelGone, closing_error, reason
@@ -26,7 +27,7 @@ from .errors import DRIVER_ERRORS, LIBRARY_ERRORS, ChannelGone, closing_error, r
 __all__ = ["Epoch", "WriteQueue"]
 
 log = logging.getLogger("streamfw.rabbit")
-_C = TypeVar("_C", bound=BaseChannel)
+_L = TypeVar("_L", bound=aiormq.Channel)
 
 _CLOSE_TIMEOUT: Final = 5.0
 
@@ -153,12 +154,12 @@ class Epoch(ABC):
         task.add_done_callback(self._calls.discard)
 
     @asynccontextmanager
-    async def declarations(self, doing: str = "declaring") -> AsyncIterator[aiormq.Channel]:
+    async def declarations(self, doing: str = "declaring") -> AsyncIterator[GettingChannel]:
         """A channel of the library to be thrown away, for declarations and the like: a refusal closes it, and no
         other. What the server refuses is raised as in `errors`."""
         if self.closed is not None:
             raise ChannelGone(self.closed, doing)
-        channel = self.library_channel(self._next_number())
+        channel = self._known(GettingChannel(self.library, self._next_number(), publisher_confirms=False))
         try:
             await channel.open()
             yield channel
@@ -178,14 +179,15 @@ class Epoch(ABC):
         except DRIVER_ERRORS as error:
             log.debug("closing a channel for declarations on %r: %r", self, error)
 
-    def library_channel(
-        self, number: int, confirms: bool = False, kind: type[aiormq.Channel] = aiormq.Channel
-    ) -> aiormq.Channel:
+    def library_channel(self, number: int, confirms: bool = False) -> aiormq.Channel:
         """A channel of the library, not open yet. With a number of ours: the library's own choice can fall on one
         whose close has not reached the server."""
-        channel = kind(self.library, number, publisher_confirms=confirms)
+        return self._known(aiormq.Channel(self.library, number, publisher_confirms=confirms))
+
+    def _known(self, channel: _L) -> _L:
+        """Have the library's connection pass on what comes for it."""
         channel.write_queue = cast("asyncio.Queue[ChannelFrame]", WriteQueue(self.library.write_queue))
-        self.library.channels[number] = channel
+        self.library.channels[channel.number] = channel
         return channel
 
     def _next_number(self) -> int:

@@ -12,9 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-import aiormq
 import aiormq.exceptions
-from pamqp import commands
 
 from streamfw.broker import DeadLetters
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnavailable, Unroutable
@@ -22,6 +20,7 @@ from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GRO
 from streamfw.runtime.settler import backoff
 
 from . import _content
+from ._gets import GettingChannel
 from .channel import Properties
 from .epochs import Epochs
 from .headers import copied, key_of, limited_by, visible_headers
@@ -36,6 +35,9 @@ __all__ = ["RabbitDeadLetters", "adopt", "keep_adopting"]
 log = logging.getLogger("streamfw.rabbit")
 
 _BATCH: Final = 100
+# What is given back of a quorum queue is a command of it each. Beyond so many under way the server collects them, and
+# sends them in no order (rabbit_fifo_client, its soft limit; seen on 3.10 from the 34th on).
+_IN_ORDER: Final = 32
 # How often, and after how many seconds, to look whether what was given back is there.
 _LOOKS: Final = 100
 _PAUSE: Final = 0.01
@@ -53,12 +55,16 @@ class Taken:
 
 
 class Table:
-    """A channel that takes messages from one queue."""
+    """A channel that takes messages from one queue.
 
-    def __init__(self, channel: aiormq.Channel, queue: str) -> None:
+    What it gives back counts as delivered once more (before RabbitMQ 4.3, where it is given back by a nack), however
+    it was taken: so only those are taken that are meant. The queue of dead letters that nobody subscribes to has a
+    limit that no person reaches; any other has the limit that it was declared with.
+    """
+
+    def __init__(self, channel: GettingChannel, queue: str) -> None:
         self._channel = channel
         self._queue = queue
-        self._out: set[int] = set()
 
     async def waiting(self) -> int:
         """How many can be taken."""
@@ -66,49 +72,66 @@ class Table:
         return found.message_count or 0 if found is not None else 0
 
     async def take(self, most: int) -> list[Taken]:
-        """Up to so many; fewer when there are no more."""
+        """Up to so many; fewer when there are no more. In pages, each in a round trip (after another, for how many
+        there may be: on a quorum queue an empty answer costs as much as a message)."""
         taken: list[Taken] = []
         while len(taken) < most:
-            message = await self._channel.basic_get(self._queue)
-            if isinstance(message.delivery, commands.Basic.GetEmpty):
+            page = max(1, min(most - len(taken), _BATCH, await self.waiting()))
+            came = [Taken(message) for message in await self._channel.get_many(self._queue, page)]
+            taken += came
+            if len(came) < page:
                 break
-            taken.append(Taken(message))
-            self._out.add(taken[-1].tag)
         return taken
 
     async def end(self, message: Taken) -> None:
         await self._channel.basic_ack(message.tag)
-        self._out.remove(message.tag)
+        self._channel.out.remove(message.tag)
 
     async def purge(self) -> int:
         gone = await self._channel.queue_purge(self._queue)
         return gone.message_count or 0 if gone is not None else 0
 
     async def give_back(self) -> None:
-        """What was taken and has not ended; in its place and order. A quorum queue does it a moment later, and who
-        looks again at once would find nothing."""
-        if not self._out:
+        """What was taken and has not ended; in its place and order, which a channel that just closes would mix up.
+
+        So many at a time as the server keeps in order. A quorum queue does it a moment later, and who looks again at
+        once would find nothing: so each time it is waited for, unless somebody else takes them meanwhile.
+        """
+        await self._channel.rested()
+        tags = sorted(self._channel.out)
+        if not tags or self._channel.is_closed:
             return
-        expected = await self.waiting() + len(self._out)
-        await self._channel.basic_nack(max(self._out), multiple=True, requeue=True)
-        looks = _LOOKS
-        while looks and await self.waiting() < expected:  # unless somebody takes it meanwhile
+        alone, expected = True, await self.waiting()
+        for begin in range(0, len(tags), _IN_ORDER):
+            group = tags[begin : begin + _IN_ORDER]
+            await self._channel.basic_nack(group[-1], multiple=True, requeue=True)
+            expected += len(group)
+            alone = alone and await self._there(expected)
+
+    async def _there(self, expected: int) -> bool:
+        """Wait until so many can be taken. False: somebody else takes them."""
+        for _ in range(_LOOKS):
+            if await self.waiting() >= expected:
+                return True
             await asyncio.sleep(_PAUSE)
-            looks -= 1
+        return False
 
 
 @asynccontextmanager
 async def looking(epochs: Epochs, queue: str) -> AsyncIterator[Table | None]:
-    """The messages of a queue; None when there is no such queue. What is taken and not ended goes back."""
+    """The messages of a queue; None when there is no such queue. What is taken and not ended goes back, also of who is
+    cancelled."""
     async with epochs.declarations(f"looking into queue {queue!r}") as channel:
         table: Table | None = Table(channel, queue)
         try:
             await Table(channel, queue).waiting()
         except aiormq.exceptions.ChannelNotFoundEntity:
             table = None
-        yield table
-        if table is not None:
-            await table.give_back()
+        try:
+            yield table
+        finally:
+            if table is not None:
+                await table.give_back()
 
 
 async def adopt(epochs: Epochs, publishing: Publishing, name: str, queue: str) -> int:

@@ -37,6 +37,7 @@ from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnav
 
 from ._base import told
 from ._epoch import Epoch
+from ._gets import GettingChannel
 from ._transport import SocketFactory
 from .channel import Channel, Closed
 from .errors import DRIVER_ERRORS, AccessRefused, closing_error, translated
@@ -158,7 +159,7 @@ class Epochs:
         return await epoch.channel(confirms=confirms, timeout=self.options.timeout)
 
     @asynccontextmanager
-    async def declarations(self, doing: str = "declaring") -> AsyncIterator[aiormq.Channel]:
+    async def declarations(self, doing: str = "declaring") -> AsyncIterator[GettingChannel]:
         """A channel of the library to be thrown away, on the current epoch: for declarations, whose refusal closes it.
         What the server refuses is raised as in `errors`; `doing` says what, for the message."""
         epoch = await self.connected(self.options.timeout)

@@ -3,16 +3,20 @@ person does with them."""
 
 from __future__ import annotations
 
+import asyncio
+import struct
 from typing import Any
 
 import pytest
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 
 from streamfw.errors import BrokerClosed, Unroutable
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Outgoing
 from streamfw_rabbit import Exchange, RabbitQueue, TopologyMismatch
+from streamfw_rabbit._epoch import WriteQueue
 from streamfw_rabbit.connection import RabbitConnection
-from streamfw_rabbit.deadletters import adopt
+from streamfw_rabbit.deadletters import adopt, looking
+from streamfw_rabbit.errors import NotFound
 from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send
 from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
@@ -144,6 +148,74 @@ async def test_listing_takes_nothing_away_and_keeps_the_order(connection: Rabbit
         for _ in range(30):  # more often than any delivery limit
             assert [message.body for message in await letters.list(5)] == [b"%d" % n for n in range(5)]
         await other.left(dead, 20)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods that are written on the library's channels, in order; what goes out at once counts once."""
+    names = {(20, 10): "open", (20, 40): "close", (50, 10): "declare", (60, 70): "get", (60, 120): "nack"}
+    found: list[str] = []
+
+    def look(queue: WriteQueue, frame: ChannelFrame) -> bool:
+        method = struct.unpack_from(">HH", frame.payload, 7)
+        found.append(names.get(method, str(method)))
+        return real(queue, frame)
+
+    real = WriteQueue._look
+    monkeypatch.setattr(WriteQueue, "_look", look)
+    return found
+
+
+@pytest.mark.parametrize(("limit", "pages"), [(250, 3), (1, 1), (1000, 4)])
+async def test_letters_are_listed_in_pages(
+    connection: RabbitConnection, other: Raw, written: list[str], limit: int, pages: int
+) -> None:
+    """Not in a round trip a letter. The last page of those that ask for more is empty: now it is known that there are
+    no others."""
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        await send(connection, *(letter(dead, name, "shop", b"%d" % n) for n in range(300)))
+        await other.left(dead, 300)
+        letters = await connection.dead_letters(dead)
+        for _ in range(2):
+            written.clear()
+            found = await letters.list(limit)
+            assert [message.body for message in found] == [b"%d" % n for n in range(min(limit, 300))]
+            calls = [method for method in written if method not in ("open", "close")]
+            assert calls[: calls.index("nack")] == ["declare", *["declare", "get"] * pages, "declare"]
+        await other.left(dead, 300)
+
+
+async def test_a_look_that_is_cancelled_gives_all_back(
+    connection: RabbitConnection, other: Raw, written: list[str]
+) -> None:
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        await send(connection, *(letter(dead, name, "shop", b"%d" % n) for n in range(300)))
+        await other.left(dead, 300)
+        letters = await connection.dead_letters(dead)
+        look = asyncio.create_task(letters.list(300))
+        await eventually(lambda: written.count("get") == 2)
+        look.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await look
+        await other.left(dead, 300)
+        assert [message.body for message in await letters.list(300)] == [b"%d" % n for n in range(300)]
+
+
+async def test_a_queue_that_goes_while_it_is_looked_at(connection: RabbitConnection, other: Raw) -> None:
+    queue = await other.declare(new_name())
+
+    async def look() -> None:
+        async with looking(connection.consuming, queue) as table:
+            assert table is not None
+            await other.delete(queue)
+            await table.take(5)
+
+    with pytest.raises(NotFound, match=queue):
+        await look()
 
 
 async def test_letters_of_a_queue_and_of_a_group_go_back_where_they_came_from(connection: RabbitConnection) -> None:
