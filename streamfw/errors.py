@@ -36,6 +36,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from .texts import one_line
+
 if TYPE_CHECKING:
     from .broker import Delivery
 
@@ -136,7 +138,7 @@ class PublishError(StreamError):
     """The broker did not accept one message. `name` is where it was to go, `message_id` which one it was."""
 
     def __init__(self, message: str, *, name: str = "", message_id: str = "") -> None:
-        where = f" (message {message_id} to {name!r})" if message_id else ""
+        where = f" (message {one_line(message_id)} to {name!r})" if message_id else ""
         super().__init__(message + where)
         self.name = name
         self.message_id = message_id
@@ -173,7 +175,8 @@ class SettleError(StreamError):
     """A settlement changed nothing, because the delivery is not ours any more; somebody else gets it."""
 
     def __init__(self, delivery: Delivery, message: str) -> None:
-        super().__init__(f"{message} (message {delivery.message_id} of {delivery.name!r}, attempt {delivery.attempt})")
+        identity = one_line(delivery.message_id)
+        super().__init__(f"{message} (message {identity} of {delivery.name!r}, attempt {delivery.attempt})")
         self.delivery = delivery
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from streamfw.broker import PumpControl
+from streamfw.texts import one_line
 
 __all__ = ["ALONE", "PATIENCE", "SURVIVED", "Alone", "Solo", "is_condemned", "is_suspect", "mark"]
 
@@ -105,4 +106,4 @@ class Alone:
 
 def names(ids: Sequence[str]) -> str:
     """A few message ids for a log line."""
-    return ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    return ", ".join(map(one_line, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

@@ -18,6 +18,7 @@ from streamfw.broker import DeadLetters
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnavailable, Unroutable
 from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GROUP, ORIGIN_OFFSET, Message, Outgoing
 from streamfw.runtime.settler import backoff
+from streamfw.texts import one_line
 
 from . import _content
 from ._gets import GettingChannel
@@ -242,9 +243,10 @@ class RabbitDeadLetters(DeadLetters):
         table = properties.raw_headers
         assert isinstance(table, dict)
         if ORIGIN_OFFSET in table:
+            identity = one_line(properties.message_id or "")
             raise BrokerRefused(
-                f"message {properties.message_id} in {self._name!r} came from a stream, where every group would get it "
-                "again; subscribe to the dead letters to handle it"
+                f"message {identity} in {self._name!r} came from a stream, where every group would get it again; "
+                "subscribe to the dead letters to handle it"
             )
         properties.raw_headers = {name: value for name, value in table.items() if name not in DEAD_LETTER_HEADERS}
         for queue in _origins(one):

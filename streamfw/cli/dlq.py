@@ -9,14 +9,14 @@ from typing import Annotated, TypeVar
 
 import msgspec
 import typer
-from rich.text import Text
 
 from streamfw.broker import DeadLetters
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Message
+from streamfw.texts import one_line, printable
 
 from .brokers import broker_of_command, not_memory
 from .grouped import all_of, group_of, of_group
-from .output import BrokerUrl, CommandError, console, reporting, safe, say, table
+from .output import BrokerUrl, CommandError, cell, console, reporting, say, table
 
 __all__ = ["commands"]
 
@@ -60,11 +60,11 @@ def list_letters(name: Name, broker: BrokerUrl = None, group: Group = None, limi
     shown = table("id", "time (UTC)", "origin", "attempt", "error", right=("attempt",))
     for letter in letters[:limit]:
         shown.add_row(
-            safe(letter.message_id),
+            cell(letter.message_id),
             _time(letter),
-            Text(_origin(letter)),
-            _text(letter, ORIGIN_ATTEMPT),
-            Text(_error(letter)),
+            cell(_origin(letter)),
+            cell(_text(letter, ORIGIN_ATTEMPT)),
+            cell(_error(letter)),
         )
     console().print(shown)
     if len(letters) > limit:
@@ -100,18 +100,18 @@ async def _by_id(found: DeadLetters, ids: Sequence[str]) -> Sequence[Message]:
 
 
 def _show(letter: Message) -> None:
-    say(safe(letter.message_id), "bold")
+    say(one_line(letter.message_id), "bold")
     shown = table("", "")
     shown.show_header = False
     shown.add_row("time", _time(letter))
-    shown.add_row("origin", Text(_origin(letter)))
-    shown.add_row("attempt", _text(letter, ORIGIN_ATTEMPT))
-    shown.add_row("error", Text(_error(letter)))
+    shown.add_row("origin", cell(_origin(letter)))
+    shown.add_row("attempt", cell(_text(letter, ORIGIN_ATTEMPT)))
+    shown.add_row("error", cell(_error(letter)))
     if letter.key is not None:
-        shown.add_row("key", Text(_printable(letter.key.encode("utf-8", "surrogateescape"))))
+        shown.add_row("key", cell(_shown(letter.key.encode("utf-8", "surrogateescape"))))
     for header, value in letter.headers.pairs:
         if header not in (ERROR, ERROR_TYPE, ORIGIN, ORIGIN_GROUP, ORIGIN_ATTEMPT):
-            shown.add_row(safe(f"header {header}"), Text("(null)" if value is None else _printable(value)))
+            shown.add_row(cell(f"header {header}"), cell("(null)" if value is None else _shown(value)))
     console().print(shown)
     print(_body(letter.body), end="\n\n")
 
@@ -121,21 +121,22 @@ def _body(body: object) -> str:
     if not isinstance(body, bytes):
         return repr(body)
     try:
-        return safe(msgspec.json.format(body, indent=2).decode())
+        return printable(msgspec.json.format(body, indent=2).decode())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last: nested too deeply
-        return _printable(body)
+        return printable(_shown(body))
 
 
-def _printable(value: bytes) -> str:
+def _shown(value: bytes) -> str:
+    """Text where it is text, a bytes literal otherwise."""
     try:
-        return safe(value.decode())
+        return value.decode()
     except UnicodeDecodeError:
         return repr(value)
 
 
 def _text(letter: Message, header: str) -> str:
     value = letter.headers.raw(header)
-    return "" if value is None else _printable(value)
+    return "" if value is None else _shown(value)
 
 
 def _error(letter: Message) -> str:
@@ -231,7 +232,7 @@ def _meant(name: str) -> str:
 def _tell(done: int, what: str, name: str, chosen: Sequence[str] | None, seen: Sequence[Message]) -> None:
     groups = sorted({group_of(letter) for letter in seen})
     if chosen is not None and done == len(seen) and len(groups) > 1:
-        say(f"{done} {what}, of {len(groups)} groups: {', '.join(map(safe, groups))}.")
+        say(f"{done} {what}, of {len(groups)} groups: {', '.join(map(one_line, groups))}.")
     else:
         say(f"{done} {what}.")
     if chosen is not None and done < len(chosen):

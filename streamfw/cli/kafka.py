@@ -13,13 +13,13 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
-from rich.text import Text
 
 from streamfw.broker import Position
 from streamfw.config import near as near_word
+from streamfw.texts import one_line
 
 from .brokers import broker_of_kind
-from .output import BrokerUrl, CommandError, age, console, reporting, safe, say, table
+from .output import BrokerUrl, CommandError, age, cell, console, reporting, say, table
 
 __all__ = ["commands"]
 
@@ -86,11 +86,11 @@ def _show(group: Any) -> None:
     members = f"{count} member{'' if count == 1 else 's'}"
     if group.state == "Unknown":
         members = "of another protocol (KIP-848), so its members are not known"
-    say(safe(f"{group.group}: {group.state}, {members}"), "bold")
+    say(f"{one_line(group.group)}: {group.state}, {members}", "bold")
     if not group.partitions:
         say("It has read nothing yet.")
         return
-    who = {member.member_id: safe(f"{member.client_id}{member.host}") for member in group.members}
+    who = {member.member_id: f"{member.client_id}{member.host}" for member in group.members}
     waiting = [_waiting(one) for one in group.partitions]
     columns = (*_COLUMNS, "waiting") if any(waiting) else _COLUMNS
     shown = table(*columns, right=[column for column in columns if column not in _WORDS])
@@ -99,7 +99,7 @@ def _show(group: Any) -> None:
         blocked = "" if one.since is None else age(max(0.0, time.time() - one.since))
         member = who.get(one.member, "")
         cells = (one.topic, str(one.partition), *map(_number, numbers), blocked, member, waits)
-        shown.add_row(*map(Text, cells[: len(columns)]))
+        shown.add_row(*map(cell, cells[: len(columns)]))
     console().print(shown)
 
 
@@ -199,7 +199,7 @@ def forget(
         raise CommandError(f"no such group: {group!r}{near[group]}")
     _show_forgotten(found, topic)
     if not yes:
-        typer.confirm(f"Forget group {safe(group)}{f' in {safe(topic)}' if topic else ''}?", abort=True)
+        typer.confirm(f"Forget group {one_line(group)}{f' in {one_line(topic)}' if topic else ''}?", abort=True)
 
     async def doing(connection: Any) -> int:
         done: int = await (connection.forget_group(group) if topic is None else connection.withdraw(topic, group))
@@ -224,5 +224,5 @@ def _show_forgotten(group: Any, topic: str | None) -> None:
     shown = table("topic", "partitions", "not done", right=("partitions", "not done"))
     for name in sorted(chosen):
         lags = [one.lag for one in group.partitions if one.topic == name]
-        shown.add_row(Text(name), str(len(lags)), f"{sum(lag or 0 for lag in lags):,}")
+        shown.add_row(cell(name), str(len(lags)), f"{sum(lag or 0 for lag in lags):,}")
     console().print(shown)

@@ -16,16 +16,17 @@ from rich.text import Text
 
 from streamfw.build import BuiltSubscriber
 from streamfw.errors import StreamError
+from streamfw.texts import one_line, printable
 
 __all__ = [
     "BrokerUrl",
     "CommandError",
     "age",
+    "cell",
     "console",
     "errors_of",
     "handler_of",
     "reporting",
-    "safe",
     "say",
     "show_errors",
     "source_of",
@@ -58,8 +59,8 @@ def console(stderr: bool = False) -> Console:
 
 
 def say(text: str, style: str = "") -> None:
-    """One paragraph on stdout."""
-    console().print(Text(text, style=style), soft_wrap=True)
+    """One paragraph on stdout, without what would drive the terminal: it may quote what somebody else wrote."""
+    console().print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) -> Table:
@@ -70,9 +71,9 @@ def table(*columns: str, title: str | None = None, right: Sequence[str] = ()) ->
     return made
 
 
-def safe(text: str) -> str:
-    """Without what would drive the terminal: it is what somebody else wrote."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+def cell(text: str) -> Text:
+    """A cell of what somebody else wrote: in one line, for one with more would look like another row."""
+    return Text(one_line(text))
 
 
 def age(seconds: float) -> str:
@@ -102,9 +103,9 @@ def source_of(one: BuiltSubscriber) -> str:
 
 def show_errors(errors: Sequence[BaseException], heading: str = "") -> None:
     """Errors on stderr: one alone as it is, several numbered below `heading`."""
-    lines = [Text.assemble(("error: ", "bold red"), heading or str(errors[0]))]
+    lines = [Text.assemble(("error: ", "bold red"), printable(heading or str(errors[0])))]
     if heading:
-        lines += [Text(f"  {number}. {error}") for number, error in enumerate(errors, 1)]
+        lines += [Text(printable(f"  {number}. {error}")) for number, error in enumerate(errors, 1)]
     for line in lines:
         console(stderr=True).print(line, soft_wrap=True)
 

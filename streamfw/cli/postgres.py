@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.text import Text
 
 from streamfw.broker import Broker
 
 from .brokers import broker_of_kind
-from .output import BrokerUrl, age, console, reporting, say, table
+from .output import BrokerUrl, age, cell, console, reporting, say, table
 
 __all__ = ["commands"]
 
@@ -71,7 +70,7 @@ def _show_queues(queues: list[dict[str, Any]]) -> None:
     for column, first in zip(shown.columns, queues[0].values(), strict=True):
         column.justify = "left" if isinstance(first, str | bool) else "right"
     for queue in queues:
-        shown.add_row(*(Text(_cell(column, value)) for column, value in queue.items()))
+        shown.add_row(*(cell(_cell(column, value)) for column, value in queue.items()))
     console().print(shown)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from streamfw.errors import StreamError, redact
 from streamfw.outcome import DeadLetter, Drop, Outcome, Retry
+from streamfw.texts import one_line, printable
 
 if TYPE_CHECKING:
     from streamfw.broker import Subscription
@@ -67,7 +68,7 @@ class SubscriberLog:
     def failed(self, message: Message, error: BaseException | None, outcome: Outcome, expected: bool) -> None:
         """`message` failed with `error`, or (None) its handler asked for `outcome`. `expected`: by a rule of
         ``on_error=``, so nobody needs a traceback."""
-        identity = message.message_id
+        identity = one_line(message.message_id)
         args: tuple[object, ...]
         if isinstance(outcome, DeadLetter):
             level, text, args = logging.ERROR, "message %s goes to the dead letter: %s", (identity, outcome.reason)
@@ -139,14 +140,18 @@ def without_passwords(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """One line a record, without passwords; tracebacks below. `process`: with the number of the process."""
+    """One line a record, without passwords. `process`: with the number of the process.
+
+    What has more lines (a traceback) is indented below it, and control characters are shown as escapes: so nothing that
+    a record quotes looks like another record.
+    """
 
     def __init__(self, process: bool = False) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {'[%(process)d] ' if process else ''}%(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
-        return without_passwords(super().format(record))
+        return printable(without_passwords(super().format(record))).replace("\n", "\n  ")
 
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

@@ -399,7 +399,7 @@ class Crew:
             self._alarm.cancel()
 
     def _tell_of_threads(self, slots: list[Slot]) -> None:
-        ids = ", ".join(identity for slot in slots for identity in slot.message_ids[:3])
+        ids = ", ".join(slot.shown_ids(3) for slot in slots)
         self.warn(
             f"the time to drain is over, and {len(slots)} handlers still run in threads, which cannot be cancelled: "
             f"messages {ids}"

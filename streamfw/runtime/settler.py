@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from streamfw.broker import Delivery, Settlement, Source
 from streamfw.errors import BrokerError, SettleError
 from streamfw.outcome import ACK, Ack, DeadLetter
+from streamfw.texts import one_line
 
 from .signal import Signal
 
@@ -137,7 +138,7 @@ class Settler:
 
     async def _bury(self, delivery: Delivery, outcome: DeadLetter) -> None:
         assert self._dead_letter is not None
-        trouble = f"the dead letter of message {delivery.message_id}"
+        trouble = f"the dead letter of message {one_line(delivery.message_id)}"
         attempt = 0
         while True:
             try:

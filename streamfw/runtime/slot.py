@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from streamfw.broker import Delivery
+from streamfw.texts import one_line
 
 __all__ = ["DRAIN", "SLOT", "Slot", "Worker"]
 
@@ -63,6 +64,12 @@ class Slot:
     def message_ids(self) -> list[str]:
         """Of what its handler runs on."""
         return [str(message.message_id) for message in self.messages]
+
+    def shown_ids(self, most: int) -> str:
+        """The same for a line of text, `most` of them."""
+        ids = self.message_ids
+        more = f" and {len(ids) - most} more" if len(ids) > most else ""
+        return ", ".join(map(one_line, ids[:most])) + more
 
     def wait(self) -> None:
         """Its handler waits for a thread or a process; that time is not the handler's."""

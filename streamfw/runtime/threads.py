@@ -28,6 +28,7 @@ from .slot import DRAIN, SLOT, Slot
 __all__ = ["Threads"]
 
 logger = logging.getLogger("streamfw")
+MOST_IDS = 5  # of a batch, in a line of the log
 
 
 class Threads:
@@ -73,7 +74,7 @@ class Threads:
         logger.warning(
             "%s: message %s was cancelled (its timeout?), but a thread cannot be: its handler is waited for",
             where,
-            ", ".join(slot.message_ids) if slot is not None else "",
+            slot.shown_ids(MOST_IDS) if slot is not None else "",
             extra={"subscriber": where, "message_ids": slot.message_ids if slot is not None else []},
         )
 

@@ -12,6 +12,7 @@ from streamfw.handler import Call
 from streamfw.observe.logs import about
 from streamfw.outcome import ACK, RELEASE, SETTLED, Ack, Outcome, as_outcome
 from streamfw.outlet import TRANSACTION
+from streamfw.texts import one_line
 
 __all__ = ["transactional"]
 
@@ -62,7 +63,8 @@ def transactional(call: Call, source: Callable[[], Source], batch: bool) -> Call
             if error is failure or not error.transient:
                 raise
             first = deliveries[0]
-            logger.warning("the transaction of message %s broke: %s", first.message_id, error, extra=about(first))
+            identity = one_line(first.message_id)
+            logger.warning("the transaction of message %s broke: %s", identity, error, extra=about(first))
             if not broken.again(first.message_id):
                 return RELEASE
             raise  # not the server, so often in a row: what its handler does to its connection is a failure of it

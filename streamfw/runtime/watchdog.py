@@ -129,9 +129,7 @@ class Watchdog:
         for pump in list(self._pumps()):
             for slot in list(pump.crew.slots):
                 if slot.message is not None:
-                    ids = slot.message_ids
-                    more = f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else ""
-                    yield slot.task, f"{pump.plan.where}, message {', '.join(ids[:MOST_IDS])}{more}"
+                    yield slot.task, f"{pump.plan.where}, message {slot.shown_ids(MOST_IDS)}"
 
 
 def _stack(frame: FrameType) -> traceback.StackSummary:

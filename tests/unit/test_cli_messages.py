@@ -21,7 +21,7 @@ from streamfw.broker import Broker, Connection
 from streamfw.cli.program import program
 from streamfw.errors import BrokerUnavailable
 from streamfw.memory import MemoryBroker
-from streamfw.message import Headers, Message, Outgoing
+from streamfw.message import ERROR, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Headers, Message, Outgoing
 
 _numbers = itertools.count()
 
@@ -259,6 +259,29 @@ def test_show(run: Run, url: str) -> None:
     assert "not [bold]json\\x1b[2J\n" in out
     assert "\x1b" not in out
     assert "b'\\xff\\x00'\n" in out
+
+
+NASTY = "[bold]:warning:[/bold]\x1b[31m\nforged 2026-01-01"
+SHOWN = "[bold]:warning:[/bold]\\x1b[31m\\nforged 2026-01-01"
+
+
+@pytest.mark.parametrize("verb", ["list", "show"])
+def test_what_somebody_else_wrote_is_shown_as_it_is_in_one_line(
+    run: Run, url: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    headers = dict.fromkeys((ERROR, ORIGIN, ORIGIN_GROUP, ORIGIN_ATTEMPT, NASTY), NASTY)
+    put(url, Outgoing(name="orders.dead", body=b"{}", message_id=NASTY, key=NASTY, headers=Headers(headers)))
+    code, out, error = run("dlq", verb, "orders.dead", "--broker", url)
+    assert (code, error) == (0, "")
+    assert out.count(SHOWN) == {"list": 5, "show": 8}[verb]
+    assert "\x1b" not in out
+    assert not [line for line in out.splitlines() if line.lstrip().startswith("forged")]
+
+
+def test_an_error_that_quotes_what_somebody_wrote_drives_no_terminal(run: Run, url: str) -> None:
+    code, _, error = run("dlq", "show", "orders.dead", "--broker", url, "--id", "\x1b[31m9[/bold]")
+    assert (code, error) == (1, "error: not in orders.dead: \\x1b[31m9[/bold]\n")
 
 
 def test_show_what_is_not_there(run: Run, url: str) -> None:

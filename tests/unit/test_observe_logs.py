@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from streamfw import App, Backoff, Batch, DeadLetter, Drop, Retry, subscriber
+from streamfw import App, Backoff, Batch, DeadLetter, Drop, Message, Retry, subscriber
 from streamfw.broker import Delivery, Subscription
-from streamfw.errors import LeaseLost
+from streamfw.errors import LeaseLost, Rejected
 from streamfw.observe import JsonFormatter, TextFormatter, configure_logging
-from streamfw.observe.logs import without_passwords
+from streamfw.observe.logs import SubscriberLog, without_passwords
 from streamfw.outcome import Ack, Policy
 from streamfw.runtime.child import Setup
 from streamfw.runtime.transaction import transactional
@@ -308,6 +308,44 @@ def test_text_is_one_line_with_the_process_where_it_is_asked_for() -> None:
         configure_logging(stream=stream, process=True)
         logging.getLogger("streamfw").info("hello")
     assert stream.getvalue().endswith(f" INFO [{os.getpid()}] streamfw hello\n")
+
+
+async def test_what_a_record_quotes_does_not_look_like_another_record() -> None:
+    """Ids, keys and errors are somebody else's; so is what they may begin lines with."""
+    forged = "2026-01-01 00:00:00,000 INFO streamfw all is well"
+
+    @subscriber("orders", attempts=2, backoff=QUICK)
+    async def ship(order: int) -> None:
+        raise ValueError(f"\x1b[2J\r{order}\n{forged}")
+
+    stream = io.StringIO()
+    with bare_root():
+        configure_logging(stream=stream)
+        app = App(ship)
+        async with app.running():
+            await app.publish("orders", 1, message_id=f"m1\n{forged}\x1b[31m\u2028\udcff", key=f"k\n{forged}")
+            await eventually(lambda: app.pumps[0].counters.dead == 1)
+    lines = stream.getvalue().split("\n")
+    assert "".join(lines).isprintable()
+    assert [line for line in lines if line.startswith("2026-01-01")] == []
+    (failed, dead) = [line for line in lines if "ship" in line and "message m1\\n2026" in line]
+    assert f"m1\\n{forged}\\x1b[31m\\u2028\\udcff failed (attempt 1 of 2)" in failed
+    assert "goes to the dead letter: ValueError: \\x1b[2J\\r1" in dead
+    assert "  Traceback (most recent call last):" in lines
+    assert f"  {forged}" in lines
+
+
+def test_ids_are_escaped_for_the_formatters_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    log = SubscriberLog("ship('orders')", Subscription("orders"))
+    message = Message(name="orders", body=b"", message_id="m1\nforged")
+    log.failed(message, ValueError("no"), Retry(after=1.0), expected=True)
+    log.failed(message, None, DeadLetter("enough"), expected=True)
+    lost = LeaseLost(Delivery(name="orders", body=b"", message_id="m1\nforged"), "it is gone")
+    texts = [record.getMessage() for record in caplog.records]
+    for said in (*texts, str(lost), str(Rejected("no", message_id="m1\nforged"))):
+        assert "m1\\nforged" in said
+        assert "\n" not in said
+    assert [record.message_id for record in caplog.records] == ["m1\nforged"] * 2, "as a field it is what it is"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("form", "level"), [("json", "info"), ("json", "error"), ("text", "info")])
