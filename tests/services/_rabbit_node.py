@@ -28,8 +28,9 @@ from streamfw_postgres._embedded_steps import Steps
 from ._certificates import make_certificates
 from ._homes import free_port, is_free, remembered
 from ._rabbit_control import SCRIPT, SOCKET, RabbitServerError, evaluate
+from ._rabbit_root import command, programs
 
-__all__ = ["USER", "Node", "Ports", "programs"]
+__all__ = ["USER", "Node", "Ports"]
 
 USER = "streamfw"
 """The node's administrator."""
@@ -42,20 +43,6 @@ _STOP = 20.0
 
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """The nodes this process started: it has to collect what they leave, whoever stops them."""
-
-
-def programs() -> Path:
-    """The directory of RabbitMQ's programs. Raises `RabbitServerError` if they are missing."""
-    directory = Path(os.environ.get("TEST_RABBITMQ_PROGRAMS") or "/usr/lib/rabbitmq/bin")
-    missing = [name for name in ("rabbitmq-server", "rabbitmqctl") if not (directory / name).is_file()]
-    if missing:
-        raise RabbitServerError(
-            f"the tests need RabbitMQ, and {directory} lacks {', '.join(missing)}: apt-get install rabbitmq-server "
-            "(or set TEST_RABBITMQ_PROGRAMS to the directory of its programs)"
-        )
-    if shutil.which("erl") is None:
-        raise RabbitServerError("the tests need Erlang for RabbitMQ, and no erl is on the PATH: apt-get install erlang")
-    return directory
 
 
 class Ports(msgspec.Struct, frozen=True):
@@ -198,7 +185,7 @@ class Node:
         with self.log.open("ab", buffering=0) as log:
             log.write(_MARK.encode())
             process = subprocess.Popen(
-                ["/bin/sh", "-c", 'echo $$ >pid && exec "$0"', str(programs() / "rabbitmq-server")],
+                command(self.home, ["/bin/sh", "-c", 'echo $$ >pid && exec "$0"', str(programs() / "rabbitmq-server")]),
                 cwd=self.home,
                 # With `detached` the script becomes the server, instead of waiting for it; we detach it by the session.
                 env={**self._environment(), "detached": "true"},
@@ -287,7 +274,7 @@ class Node:
     def ctl(self, *arguments: str) -> str:
         """Run `rabbitmqctl` (0.4 to 2 s) and return what it printed. Raises `RabbitServerError` if it fails."""
         done = subprocess.run(
-            [programs() / "rabbitmqctl", "--quiet", *arguments],
+            command(self.home, [str(programs() / "rabbitmqctl"), "--quiet", *arguments]),
             cwd=self.home,
             env=self._environment(),
             stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelAccessRefus
 from tests.services import rabbit as services
 from tests.services._homes import free_port, is_free
 from tests.services._rabbit_control import term
+from tests.services._rabbit_root import programs
 from tests.services.rabbit import OwnRabbit, Rabbit, RabbitServerError, Vhosts
 
 ROOT = Path(__file__).parents[2]
@@ -375,6 +376,7 @@ def test_programs_that_are_missing_are_named(
 ) -> None:
     for name in {"rabbitmq-server", "rabbitmqctl"} - {lacking}:
         (temporary / name).touch()
+    monkeypatch.delenv("TEST_RABBITMQ_ROOT", raising=False)
     monkeypatch.setenv("TEST_RABBITMQ_PROGRAMS", str(temporary))
     if lacking == "erl":
         monkeypatch.setenv("PATH", str(temporary))
@@ -382,6 +384,17 @@ def test_programs_that_are_missing_are_named(
     with pytest.raises(pytest.fail.Exception, match=f"apt-get install {package}"), services.own(temporary / "run"):
         pass
     assert not list(temporary.glob("run/*"))
+
+
+def test_a_root_that_lacks_programs_is_named(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_RABBITMQ_ROOT", str(temporary))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    said = r"lacks /usr/lib/rabbitmq/bin/rabbitmq-server, /usr/bin/erl: see scripts/rabbit-root"
+    with pytest.raises(RabbitServerError, match=said):
+        programs()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(RabbitServerError, match="run the tests as root"):
+        programs()
 
 
 def test_a_command_has_a_node_while_it_runs(temporary: Path) -> None:
