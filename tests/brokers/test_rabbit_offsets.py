@@ -171,7 +171,9 @@ async def sql(database: Postgres) -> AsyncIterator[asyncpg.Connection]:
 
 
 def backends(application: str) -> str:
-    return f"select pg_terminate_backend(pid) from pg_stat_activity where application_name = '{application}'"
+    """Of this database alone: other tests run on the same server."""
+    mine = f"application_name = '{application}' and datname = current_database()"
+    return f"select pg_terminate_backend(pid) from pg_stat_activity where {mine}"
 
 
 async def test_it_connects_again_when_its_connection_was_ended(database: Postgres, places: PostgresOffsets) -> None:
