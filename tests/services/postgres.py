@@ -125,12 +125,12 @@ def _oldest_of_debian() -> Path:
 
 
 def _debian15(account: Account) -> Path:
-    binaries = Path(os.environ.get("STREAMFW_TEST_POSTGRES15") or _oldest_of_debian())
+    binaries = Path(os.environ.get("TEST_POSTGRES15_PROGRAMS") or _oldest_of_debian())
     missing = [name for name in ("postgres", "initdb", "pg_ctl") if not (binaries / name).is_file()]
     if missing:
         fail(
             f"the tests need an old Postgres, and {binaries} lacks {', '.join(missing)}: apt-get install postgresql "
-            "(or set STREAMFW_TEST_POSTGRES15 to the directory of its programs)"
+            "(or set TEST_POSTGRES15_PROGRAMS to the directory of its programs)"
         )
     return binaries
 

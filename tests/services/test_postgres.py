@@ -198,7 +198,7 @@ async def test_a_port_that_somebody_took_meanwhile(
 
 
 def test_programs_that_are_missing_fail_the_run(open_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STREAMFW_TEST_POSTGRES15", str(open_directory))
+    monkeypatch.setenv("TEST_POSTGRES15_PROGRAMS", str(open_directory))
     with (
         pytest.raises(pytest.fail.Exception, match="apt-get install postgresql"),
         services.shared(OLDEST, open_directory / "run"),
