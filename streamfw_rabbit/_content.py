@@ -151,6 +151,8 @@ def _rare(p: Properties, parts: list[bytes]) -> int:
 
 def _table(raw: bytes | dict[str, Any]) -> bytes:
     if not isinstance(raw, bytes):
+        if _tables.SEQUENCE_HEADER in raw:  # of two of one name the server (4.0) keeps the first
+            raw = {name: value for name, value in raw.items() if name != _tables.SEQUENCE_HEADER}
         return _tables.encode_table(raw)
     return _tables.without_sequence(raw)
 
