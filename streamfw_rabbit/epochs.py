@@ -168,8 +168,8 @@ class Epochs:
 
     @asynccontextmanager
     async def apart(self, doing: str = "declaring") -> AsyncIterator[aiormq.Channel]:
-        """The same on a connection of its own, for what an older server may answer by closing the *connection* (503,
-        540)."""
+        """The same on a connection of its own, for what a server may answer by closing the *connection* (503 and 540,
+        or 541 for what it permits no more)."""
         self._check()
         epoch = await _connect(dataclasses.replace(self.options, transport="aiormq"), self._where(), 0, False)
         try:

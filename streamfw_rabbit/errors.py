@@ -5,13 +5,14 @@
     BrokerRefused            terminal
     ├── AccessRefused        403, 530: credentials, a missing vhost, a missing permission
     ├── NotFound             404: an exchange or queue that is not there
-    └── PreconditionFailed   406: the server declines it as asked
+    └── PreconditionFailed   406, 541 of a deprecated feature: the server declines it as asked
         └── TopologyMismatch   it exists, with other arguments
 
 Which codes are terminal follows from what a later try could change: as the answer to a call or a handshake, 403, 404,
 406 and 530 stay as they are until a person acts. 320 (the server shuts down, or an operator closes the connection), a
 lost socket, 405 (the previous owner of an exclusive queue is still there) and everything else may pass. The end of a
-channel that was in use is always transient: what opens the next one finds out what is terminal.
+channel that was in use is always transient: what opens the next one finds out what is terminal. So is 541, but for
+features that the server does not permit any more, which say so.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ _CODES: Final[dict[type[BaseException], int]] = {
 _PASSING: Final = re.compile(
     "down or inaccessible|stopped by supervisor|is down|timeout|exclusive use|limit", re.IGNORECASE
 )
+# What is permitted no more ends the whole connection (seen on 4.0 and 4.3).
+_DENIED: Final = re.compile(r"INTERNAL_ERROR - Feature `\w+` is deprecated")
 _QUOTED: Final = re.compile("'[^']*'")
 _INEQUIVALENT: Final = re.compile(
     r"inequivalent arg '(?P<argument>[^']*)' for (?P<kind>queue|exchange) '(?P<name>.*)' in vhost '.*': "
@@ -121,7 +124,11 @@ class TopologyMismatch(PreconditionFailed):
 def is_fatal(closed: Closed) -> bool:
     """Whether the answer to a call or a handshake will stay the same until a person acts."""
     said = _QUOTED.sub("", closed.text)  # a queue may be called "timeout", and an argument "x-delivery-limit"
-    return closed.code in (403, 404, 406, 530) and not _PASSING.search(said)
+    return _is_denied(closed) or (closed.code in (403, 404, 406, 530) and not _PASSING.search(said))
+
+
+def _is_denied(closed: Closed) -> bool:
+    return closed.code == 541 and _DENIED.match(closed.text) is not None
 
 
 def closing_error(closed: Closed, doing: str) -> BrokerError:
@@ -131,7 +138,7 @@ def closing_error(closed: Closed, doing: str) -> BrokerError:
     told = f"{doing}: {closed}"
     if closed.code == 404:
         return NotFound(told)
-    if closed.code != 406:
+    if closed.code in (403, 530):
         return AccessRefused(told)
     found = _INEQUIVALENT.search(closed.text)
     if found is None:

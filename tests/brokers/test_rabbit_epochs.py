@@ -298,6 +298,7 @@ def test_which_answers_are_final() -> None:
         (404, "NOT_FOUND - no queue 'q'"),
         (406, "PRECONDITION_FAILED"),
         (530, "x"),
+        (541, "INTERNAL_ERROR - Feature `queue_master_locator` is deprecated.\nBy default, this feature is not"),
     ]
     passing = [
         (320, "CONNECTION_FORCED"),
