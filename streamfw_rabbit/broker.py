@@ -52,9 +52,10 @@ class RabbitBroker(Broker):
     - `publish_timeout` (30.0): how long a publish may take to be answered.
     - `blocked_timeout` (10.0): how long one waits, of that, for a server that takes no publishes (an alarm).
     - `priorities` (0): the highest of AMQP's priorities that is published with. A message of priority 0 has the middle
-      one; queues have priorities where they were declared with them (``RabbitQueue(priorities=..)``).
-    - `consumer_timeout` (1800.0): after how long the server ends a channel for a message that is not settled, as the
-      server has it; half of it is warned about.
+      one. Classic queues have priorities where they were declared with them (``RabbitQueue(priorities=..)``), quorum
+      queues have them from 4.3 on, and take what has none for a 4, which is the middle of 8.
+    - `consumer_timeout` (1800.0): after how long the server ends a channel (from 4.3 on: a consumer of a quorum queue)
+      for a message that is not settled, as the server has it; half of it is warned about.
 
     Raises `ValueError`, naming the option, for a wrong value.
     """

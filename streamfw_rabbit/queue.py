@@ -20,6 +20,7 @@ Strategy: TypeAlias = Literal["at-least-once", "at-most-once"]
 KeyFrom: TypeAlias = Literal["header", "routing_key"]
 
 LEAST_LIMIT: Final = 20
+QUORUM_HIGHEST: Final = 31
 EXCHANGE_NAME: Final = 127
 QUEUE_NAME: Final = 255
 # What pamqp, which writes the declarations, lets pass.
@@ -64,10 +65,12 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
       triples with the arguments of a ``headers`` exchange. An exchange given by its name alone is not declared.
     - `delivery_limit`: how often a quorum queue delivers a message that comes back unsettled, before it goes to the
       dead letter by itself. It is the net below ``attempts=`` for messages that kill their process, 20 at least:
-      RabbitMQ before 4.0 counts each connection that was lost, also for messages that only waited in the process.
+      RabbitMQ counts each connection that was lost, also for messages that only waited in the process. What a
+      process that stops gives back counts as well, before 4.3.
     - `max_length`, `max_bytes`, `overflow`: how much it holds, and what gives way then.
     - `message_ttl`, `expires`: seconds until a message, or the unused queue, is gone.
-    - `priorities`: the highest priority of a classic queue (1 to 255).
+    - `priorities`: the highest priority of a classic queue (1 to 255). A quorum queue has priorities from RabbitMQ 4.3
+      on, whether it says so or not (1 to 31); an older server is refused.
     - `single_active`: one consumer at a time, the others stand by (declared by itself with ``ordered_by=``).
     - `dead_letter_strategy`: how the server itself moves dead letters of a quorum queue. ``at-least-once`` also makes
       ``overflow="reject-publish"``, without which the server takes it for ``at-most-once``, in silence.
@@ -142,7 +145,7 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             "x-overflow": self.overflow,
             "x-message-ttl": _milliseconds(self.message_ttl),
             "x-expires": _milliseconds(self.expires),
-            "x-max-priority": self.priorities,
+            "x-max-priority": self.priorities if self.type == "classic" else None,
         }
         return found | {name: value for name, value in own.items() if value is not None} | dict(self.arguments)
 
@@ -198,8 +201,9 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     def _quorum_mistakes(self, dead_letter: bool) -> Iterable[str]:
         if not self.durable or self.exclusive or self.auto_delete:
             yield "RabbitQueue(..): a quorum queue is durable, not exclusive and not auto_delete; or say type='classic'"
-        if self.priorities is not None:
-            yield "RabbitQueue(priorities=..): a quorum queue has none to declare; say type='classic'"
+        priorities: object = self.priorities
+        if isinstance(priorities, int) and QUORUM_HIGHEST < priorities <= 255:
+            yield f"RabbitQueue(priorities={priorities}): the highest of a quorum queue is {QUORUM_HIGHEST}"
         if self.overflow == "reject-publish-dlx":
             yield "RabbitQueue(overflow='reject-publish-dlx'): a quorum queue ignores it; say 'reject-publish'"
         limit: object = self.delivery_limit

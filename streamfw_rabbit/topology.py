@@ -25,11 +25,11 @@ from streamfw.errors import BrokerRefused
 
 from .channel import FieldValue
 from .epochs import Epochs
-from .errors import ChannelGone, TopologyMismatch
+from .errors import ChannelGone, PreconditionFailed, TopologyMismatch
 from .queue import EXCHANGE_NAME, Binding, Declare, Exchange, RabbitQueue, name_mistake
 from .retry import LEVELS, RETRY, Ladder
 from .settings import Settings
-from .versions import Version, require, require_arguments
+from .versions import QUORUM_PRIORITIES, Version, require, require_arguments
 
 __all__ = [
     "Plan",
@@ -48,6 +48,8 @@ _BUILT_IN: Final = frozenset({"direct", "fanout", "topic", "headers"})
 # Of the queue that keeps dead letters: those that are looked at come back each time.
 _LOOKS: Final = 1_000_000
 _COMMAND_INVALID: Final = 503
+_UNKNOWN_TYPE: Final = "unknown exchange type '"
+_PLUGIN: Final = "is the plugin enabled that brings the type?"
 _LADDER: Final = len(f".{RETRY}.{1000 * 2 ** (LEVELS - 1)}")
 
 
@@ -147,6 +149,8 @@ def delays_of(exchange: str, queue: str) -> Ladder:
 async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
     """Declare, or look for, what `plan` says. Raises a `BrokerError`: `TopologyMismatch` for what is there with other
     properties, `NotFound` for what is missing and not to be declared."""
+    if plan.source.type == "quorum" and plan.source.priorities is not None:
+        require(server, QUORUM_PRIORITIES, f"{plan.where}: a quorum queue with priorities")
     if plan.declare == "off":
         return
     if plan.declare == "passive":
@@ -160,7 +164,8 @@ async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
     for binding in plan.bindings:
         await _declare_exchange(epochs, binding.exchange, plan, server)
     source = plan.source
-    async with epochs.declarations(f"{plan.where}: declaring queue {plan.queue!r}") as channel:
+    on = epochs.apart if _may_be_denied(plan) else epochs.declarations
+    async with on(f"{plan.where}: declaring queue {plan.queue!r}") as channel:
         await channel.queue_declare(
             plan.queue,
             durable=source.durable,
@@ -173,6 +178,22 @@ async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
         for binding in plan.bindings:
             name = binding.exchange.name
             await channel.queue_bind(plan.queue, name, binding.key, arguments=dict(binding.arguments))
+    if source.lasting:
+        for ladder in _ladders_to(plan):
+            await ladder.bind_again(epochs)
+
+
+def _ladders_to(plan: Plan) -> Sequence[Ladder]:
+    """Those that lead to its queue by a binding, if they are there. (What is delayed comes to a plain name's
+    exchange.)"""
+    retried = [queue_ladder(plan.queue)] if plan.source.retry else []
+    return retried if plan.exchange is not None else [*retried, delays_of("", plan.queue)]
+
+
+def _may_be_denied(plan: Plan) -> bool:
+    """Whether it has what newer servers may permit no more. An exclusive queue belongs to its connection, though."""
+    old = not plan.source.durable or "x-queue-master-locator" in plan.arguments
+    return old and not plan.source.exclusive
 
 
 async def _look(epochs: Epochs, plan: Plan) -> None:
@@ -214,7 +235,7 @@ async def _declare_exchange(epochs: Epochs, exchange: Exchange, plan: Plan, serv
     if exchange.type == "x-local-random":
         require(server, (4, 0), f"Exchange({exchange.name!r}, {exchange.type!r})")
     doing = f"{plan.where}: declaring exchange {exchange.name!r}"
-    # An unknown type ends the connection (503), so it is asked for on one that nobody else uses.
+    # Before 4.0 an unknown type ends the connection (503), so it is asked for on one that nobody else uses.
     on = epochs.declarations if exchange.type in _BUILT_IN else epochs.apart
     try:
         async with on(doing) as channel:
@@ -232,7 +253,11 @@ async def _declare_exchange(epochs: Epochs, exchange: Exchange, plan: Plan, serv
     except ChannelGone as error:
         if error.closed.code != _COMMAND_INVALID:
             raise
-        raise BrokerRefused(f"{doing}: {error.closed.text}; is the plugin enabled that brings the type?") from error
+        raise BrokerRefused(f"{doing}: {error.closed.text}; {_PLUGIN}") from error
+    except PreconditionFailed as error:
+        if _UNKNOWN_TYPE not in str(error):
+            raise
+        raise BrokerRefused(f"{error}; {_PLUGIN}") from error
 
 
 async def delete(epochs: Epochs, queue: str) -> int:

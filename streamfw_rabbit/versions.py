@@ -12,12 +12,25 @@ from typing import Final, TypeAlias
 from streamfw.config import near
 from streamfw.errors import BrokerRefused
 
-__all__ = ["OLDEST", "QUEUE_ARGUMENTS", "Version", "argument_mistakes", "require", "require_arguments", "shown"]
+__all__ = [
+    "OLDEST",
+    "QUEUE_ARGUMENTS",
+    "QUORUM_PRIORITIES",
+    "Version",
+    "argument_mistakes",
+    "require",
+    "require_arguments",
+    "shown",
+]
 
 Version: TypeAlias = "tuple[int, ...]"
 
 OLDEST: Final[Version] = (3, 10)
 """The oldest server that this package is for: quorum queues with message TTLs and dead-lettering at least once."""
+
+QUORUM_PRIORITIES: Final[Version] = (4, 3)
+"""The first server whose quorum queues keep to priorities. Nothing declares them: all have 32, 0 to 31, and what has
+none counts as 4. From 4.0 on there were two classes, of which the one above 4 was given two of three places."""
 
 _ALWAYS: Final[Version] = ()
 QUEUE_ARGUMENTS: Final[Mapping[str, Mapping[str, Version]]] = {
@@ -39,6 +52,10 @@ QUEUE_ARGUMENTS: Final[Mapping[str, Mapping[str, Version]]] = {
         "x-single-active-consumer": _ALWAYS,
         "x-consumer-timeout": (3, 12),
         "x-quorum-target-group-size": (3, 13),
+        "x-consumer-disconnected-timeout": (4, 3),
+        "x-delayed-retry-max": (4, 3),
+        "x-delayed-retry-min": (4, 3),
+        "x-delayed-retry-type": (4, 3),
     },
     "classic": {
         "x-dead-letter-exchange": _ALWAYS,

@@ -21,7 +21,7 @@ from streamfw_rabbit.source import RabbitSource
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
 
-__all__ = ["Raw", "connected", "member", "new_name", "outgoing", "raw", "send", "source_of"]
+__all__ = ["Raw", "connected", "member", "new_name", "outgoing", "raw", "send", "source_of", "version_of"]
 
 PATIENCE = 20.0
 
@@ -54,6 +54,13 @@ async def member(connection: RabbitConnection, name: str, group: str = "shop", *
         yield opened
     finally:
         await opened.close()
+
+
+def version_of(connection: RabbitConnection) -> tuple[int, ...]:
+    """The server's version."""
+    epoch = connection.consuming.current
+    assert epoch is not None
+    return epoch.server_version
 
 
 def source_of(one: Member) -> RabbitSource:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
+from streamfw.broker import Subscription
 from streamfw.errors import (
     Blocked,
     BrokerClosed,
+    BrokerRefused,
     OutcomeUnknown,
     Rejected,
     TooLarge,
@@ -18,9 +21,10 @@ from streamfw.errors import (
 )
 from streamfw_rabbit import Exchange, RabbitQueue
 from streamfw_rabbit.connection import RabbitConnection
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, version_of
 from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
+from tests.services import rabbit as services
 from tests.services.proxy import Proxy
 from tests.services.rabbit import OwnRabbit, Rabbit
 
@@ -116,9 +120,13 @@ async def test_a_full_queue_takes_nothing_and_says_so(connection: RabbitConnecti
         assert await eventually(answered, message="the queue fills up") is Blocked
 
 
-async def test_a_body_over_the_servers_limit_is_told_as_that(own_rabbit: OwnRabbit) -> None:
-    own_rabbit.facts.evaluate("application:set_env(rabbit, max_message_size, 100000)")
-    async with connected(own_rabbit.facts, max_body=200_000) as connection, member(connection, "orders") as taker:
+async def test_a_body_over_the_servers_limit_is_told_as_that(services_directory: Path) -> None:
+    with services.own(services_directory, settings={"max_message_size": "100000"}) as own:
+        await _too_large(own.facts)
+
+
+async def _too_large(server: Rabbit) -> None:
+    async with connected(server, max_body=200_000) as connection, member(connection, "orders") as taker:
         assert await send(connection, outgoing("orders", bytes(100_001))) == [TooLarge]
         assert await send(connection, outgoing("orders", bytes(100_000))) == [None]
         await taker.acknowledge(await taker.take(1))
@@ -204,6 +212,27 @@ async def test_priorities_where_the_queue_has_them(rabbit: Rabbit, transport: Tr
             got = [int(delivery.body) for delivery in taken]
             assert got[:3] == [-5, -9, -1], "beyond the ends all are alike"
             assert got[3:] == [0, 0, 3, 5, 9]
+            await taker.acknowledge(taken)
+
+
+async def test_priorities_of_a_quorum_queue(rabbit: Rabbit, transport: TransportName) -> None:
+    """From 4.3 on each of them has some. What has none is in the middle."""
+    source = RabbitQueue(new_name("urgent"), priorities=8)
+    async with connected(rabbit, transport=transport, priorities=8) as connection:
+        if version_of(connection) < (4, 3):
+            with pytest.raises(BrokerRefused, match=r"a quorum queue with priorities needs RabbitMQ 4\.3 or later"):
+                await connection.open(Subscription(source.name, source=source))
+            return
+        async with member(connection, source.name, source=source):
+            pass
+        order = [5, 0, -5, 3, 0, -1, 9, -9]
+        assert await send(connection, *(outgoing(source.name, b"%d" % p, priority=p) for p in order)) == [None] * 8
+        async with raw(rabbit) as other:
+            await other.publish("", source.name, b"0", message_id="theirs")
+        async with member(connection, source.name, source=source) as taker:
+            taken = await taker.take(9)
+            assert [int(delivery.body) for delivery in taken] == [-5, -9, -1, 0, 0, 0, 3, 5, 9]
+            assert taken[5].message_id == "theirs"
             await taker.acknowledge(taken)
 
 

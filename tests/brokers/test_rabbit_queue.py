@@ -61,6 +61,7 @@ def test_groups_never_share_a_queue() -> None:
             | {"x-message-ttl": 1500, "x-expires": 60_000},
         ),
         (RabbitQueue("q", type="classic", priorities=5), {"x-queue-type": "classic", "x-max-priority": 5}),
+        (RabbitQueue("q", priorities=5), BASE),
         (RabbitQueue("q", arguments={"x-quorum-initial-group-size": 3}), BASE | {"x-quorum-initial-group-size": 3}),
     ],
 )
@@ -113,7 +114,7 @@ def test_bindings(source: RabbitQueue, expected: list[Binding] | None) -> None:
         (RabbitQueue("q", durable=False), "a quorum queue is durable"),
         (RabbitQueue("q", exclusive=True), "not exclusive"),
         (RabbitQueue("q", auto_delete=True), "not auto_delete"),
-        (RabbitQueue("q", priorities=5), "priorities=..): a quorum queue has none to declare"),
+        (RabbitQueue("q", priorities=32), "priorities=32): the highest of a quorum queue is 31"),
         (RabbitQueue("q", type="classic", priorities=256), "priorities=256): a whole number from 1 to 255"),
         (RabbitQueue("q", delivery_limit=5), "delivery_limit=5): 20 at least"),
         (RabbitQueue("q", type="classic", delivery_limit=20), "only a quorum queue has one"),
@@ -221,7 +222,8 @@ def test_who_has_retry_queues(source: RabbitQueue | None, expected: bool) -> Non
 
 def test_priorities_are_the_queues() -> None:
     assert not BROKER.capabilities_of(Subscription("q")).priorities
-    assert BROKER.capabilities_of(Subscription("q", source=RabbitQueue("q", type="classic", priorities=5))).priorities
+    for source in (RabbitQueue("q", type="classic", priorities=5), RabbitQueue("q", priorities=5)):
+        assert BROKER.capabilities_of(Subscription("q", source=source)).priorities
 
 
 # ---------------------------------------------------------------------- versions

@@ -14,8 +14,8 @@ from streamfw.broker import Subscription
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
 from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue, TopologyMismatch
 from streamfw_rabbit.connection import RabbitConnection
-from streamfw_rabbit.errors import AccessRefused, NotFound
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send
+from streamfw_rabbit.errors import AccessRefused, NotFound, PreconditionFailed
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, version_of
 from tests.brokers.rabbit_kit import TransportName
 from tests.services._homes import free_port
 from tests.services.rabbit import Rabbit
@@ -104,14 +104,25 @@ async def test_a_type_of_exchange_that_the_server_does_not_know(connection: Rabb
     assert "plugin" in str(error)
 
 
+async def test_what_the_server_permits_no_more(connection: RabbitConnection) -> None:
+    """It ends the whole connection (541): one that nobody else uses."""
+    source = RabbitQueue(new_name("old"), type="classic", arguments={"x-queue-master-locator": "min-masters"})
+    if version_of(connection) < (4, 3):
+        async with member(connection, source.name, source=source):
+            return
+    error = await refusal(connection, source)
+    assert isinstance(error, PreconditionFailed)
+    assert f"declaring queue '{source.name}'" in str(error)
+    assert "Feature `queue_master_locator` is deprecated" in str(error)
+
+
 async def test_what_the_server_is_too_old_for(connection: RabbitConnection) -> None:
-    epoch = connection.consuming.current
-    assert epoch is not None
-    if epoch.server_version >= (3, 12):
+    server = version_of(connection)
+    if server >= (3, 12):
         async with member(connection, "new", source=RabbitQueue("new", arguments={"x-consumer-timeout": 60_000})):
             return
     error = await refusal(connection, RabbitQueue("old", arguments={"x-consumer-timeout": 60_000}))
-    version = ".".join(map(str, epoch.server_version))
+    version = ".".join(map(str, server))
     assert f"x-consumer-timeout needs RabbitMQ 3.12 or later; the server is {version}" in str(error)
 
 
