@@ -1,7 +1,8 @@
 """Who takes too long: the server ends the channel of a consumer that has not settled something for long.
 
 https://www.rabbitmq.com/docs/consumers#acknowledgement-timeout (``consumer_timeout``, 30 minutes by default). The time
-counts from the delivery to the channel, also while the message only waits here.
+counts from the delivery to the channel, also while the message only waits here. From 4.3 on it is the consumer that
+the server ends, and of quorum queues only; we begin anew on another channel, as if it had been that.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Overdue:
         if arrived and now - arrived[0][0] >= self._limit / 2 and oldest > self._warned:
             self._warned = arrived[0][1]
             log.warning(
-                "%s: a message has been here for %.0f s and is not settled; RabbitMQ ends the channel when it takes "
-                "longer than consumer_timeout, %.0f s, and gives all that is out on it to others",
+                "%s: a message has been here for %.0f s and is not settled; RabbitMQ takes back what is here when it "
+                "takes longer than consumer_timeout, %.0f s, and gives it to others",
                 self._where,
                 now - arrived[0][0],
                 self._limit,

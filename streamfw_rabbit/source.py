@@ -114,6 +114,8 @@ class RabbitSource(Source):
 
     async def _open(self, epoch: Epoch) -> None:
         await declare(self._consuming, self._plan, epoch.server_version)
+        if self._ladder is not None:
+            self._ladder.forget()  # who deleted the queue may have deleted more
         if self._plan.exchange is not None and self._plan.declare == "declare":
             self._publishing.learn(self._plan.exchange)
         channel = await epoch.channel(timeout=self._settings.connect_timeout)
@@ -167,7 +169,8 @@ class RabbitSource(Source):
         if self._channel is channel:
             self._live = False
             self._why = (
-                f"the server ended the consumer of queue {self._plan.queue!r}: it was deleted, or lost its leader"
+                f"the server ended the consumer of queue {self._plan.queue!r}: it was deleted, or lost its leader, or "
+                "(from 4.3 on) a message was here for longer than the server's consumer_timeout"
             )
             self._wake()
 

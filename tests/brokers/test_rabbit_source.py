@@ -19,9 +19,10 @@ from streamfw_rabbit.channel import Channel, Properties
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.delivery import RabbitDelivery
 from streamfw_rabbit.errors import NotFound
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, source_of
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, source_of, version_of
 from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
+from tests.services.proxy import Proxy
 from tests.services.rabbit import OwnRabbit, Rabbit
 
 
@@ -379,6 +380,56 @@ async def test_who_takes_too_long_is_told_at_half_the_time(
             await taker.acknowledge(taken[2:])
             assert len(warnings()) == 1, "once"
             assert "consumer_timeout, 1 s" in warnings()[0]
+
+
+async def test_what_takes_longer_than_the_server_allows_comes_again(
+    own_rabbit: OwnRabbit, transport: TransportName
+) -> None:
+    """Before 4.3 it ends the channel, from then on the consumer."""
+    # By default it looks once a minute.
+    ticks = "channel_tick_interval", "quorum_tick_interval"
+    own_rabbit.facts.evaluate(", ".join(f"application:set_env(rabbit, {tick}, 200)" for tick in ticks))
+    own_rabbit.facts.evaluate("application:set_env(rabbit, consumer_timeout, 1000)")
+    name = new_name()
+    async with connected(own_rabbit.facts, transport=transport) as connection, member(connection, name) as taker:
+        await fill(connection, name, 3)
+        slow, *others = await taker.take(3)
+        await taker.acknowledge(others)
+        (again,) = await taker.take(1)
+        assert (again.body, again.epoch != slow.epoch) == (slow.body, True)  # type: ignore[attr-defined]
+        (late,) = await taker.source.settle([Settlement(slow, ACK)])
+        assert isinstance(late, StaleDelivery)
+        await taker.acknowledge([again])
+        await taker.flush()
+        async with raw(own_rabbit.facts) as other:
+            await other.left(f"{name}.shop", 0)
+
+
+async def test_what_counts_for_the_delivery_limit(connection: RabbitConnection, rabbit: Rabbit, other: Raw) -> None:
+    """What was at hand when a channel or a connection ends; what is given back by who stops only before 4.3."""
+    source = RabbitQueue(new_name("counted"))
+
+    async def counts() -> list[object]:
+        await other.left(source.name, 3)
+        found = [await other.get(source.name) for _ in range(3)]
+        assert all(found)
+        return [(one.header.properties.headers or {}).get("x-delivery-count", 0) for one in found if one is not None]
+
+    async with member(connection, source.name, source=source) as taker:
+        await fill(connection, source.name, 3)
+        await eventually(lambda: taker.source.gauges()["open"] == 3)
+    assert await counts() == [0 if version_of(connection) >= (4, 3) else 1] * 3
+    async with (
+        Proxy.to_tcp(rabbit.host, rabbit.port) as proxy,
+        connected(rabbit.at(proxy.host, proxy.port)) as lost,
+        member(lost, source.name, source=source) as taker,
+    ):
+        await fill(connection, source.name, 3)
+        await taker.take(1)
+        await eventually(lambda: taker.source.gauges()["open"] == 3)
+        proxy.cut()
+        await eventually(lambda: not taker.source.health().ok)
+        assert await counts() == [1] * 3, "also what nobody had begun"
 
 
 async def test_two_sources_of_an_exclusive_queue(connection: RabbitConnection, rabbit: Rabbit) -> None:
