@@ -89,7 +89,8 @@ async def test_properties_and_headers_survive(rabbit: Rabbit, transport: Transpo
         full, *bare = await tap.until(3)
         properties = full.properties
         assert properties.headers == HEADERS
-        assert list(properties.headers) == list(HEADERS)
+        # From 4.0 on the server sorts them, always.
+        assert list(properties.headers) == (sorted(HEADERS) if r.epoch.server_version >= (4,) else list(HEADERS))
         assert type(properties.headers["bytes"]) is bytes
         assert properties == ALL
         for delivery in bare:
@@ -674,7 +675,7 @@ async def test_a_full_queue_of_the_library_keeps_the_order(rabbit: Rabbit) -> No
         await r.queue()
         channel = await r.channel(confirms=True)
         proxy.black_hole()
-        sent = [send(channel, "q", b"x" * 20_000_000)]
+        sent = [send(channel, "q", b"x" * 16_000_000)]
         flush = asyncio.create_task(channel.flush())
         for n in range(40):
             sent.append(send(channel, "q", b"%d" % n))

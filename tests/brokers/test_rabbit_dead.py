@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,12 +111,10 @@ async def test_who_kills_its_process_each_time_ends_as_a_dead_letter(connection:
     async with member(connection, name, dead_letter=dead):
         pass
     assert await send(connection, outgoing(name, b"poison", key="k", headers={"tenant": "a"})) == [None]
-    channel = await other.channel()
-    await channel.basic_qos(prefetch_count=1)
-    for _ in range(21):  # as the death of its process does
-        message = await eventually(lambda: other_get(channel, f"{name}.shop"))
-        assert message is not None
-        await channel.basic_nack(message.delivery_tag or 0, requeue=True)
+    for _ in range(21):
+        channel = await other.channel()
+        assert await eventually(partial(other_get, channel, f"{name}.shop"))
+        await channel.close()  # as the death of its process does
     await other.left(dead, 1)
     letters = await connection.dead_letters(dead)
     (shown,) = await letters.list()

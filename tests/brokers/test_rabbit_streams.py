@@ -750,7 +750,7 @@ async def test_declared_by_others(rabbit: Rabbit, on: Desk) -> None:
     async with reader(on, "other", stream={"max_age": "1h"}):
         pass
     with pytest.raises(TopologyMismatch, match="x-max-age"):
-        async with reader(on, "other", stream={"max_age": 3600.0}):
+        async with reader(on, "other", stream={"max_age": 1800.0}):
             pass
 
 
