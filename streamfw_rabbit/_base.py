@@ -200,22 +200,40 @@ class BaseChannel(ABC):
         *,
         mandatory: bool = True,
     ) -> int:
-        if self.closed is not None:
-            raise ChannelGone(self.closed, "publishing")
-        if not self._confirms:
-            raise RuntimeError("publishing needs a channel that was opened with confirms=True")
+        self._check_publish()
         if receipts.answers[place] is not OPEN:
             raise ValueError(f"place {place} of the receipts has its answer already")
         sequence = self._sequence + 1
         # Only a mandatory message can be returned.
         encoded = _content.encode(properties, sequence if mandatory else None)
         data = _wire.publish_frames(self.number, exchange, routing_key, encoded, body, self._frame_max, mandatory)
-        self._sequence = sequence
-        self._pending[sequence] = (receipts, place, len(body))
-        self.unconfirmed_bytes += len(body)
-        self.counters.publishes += 1
-        self._send(data)
+        self._publish(sequence, data, receipts, place, len(body))
         return sequence
+
+    def publish_plain(
+        self, exchange: str, routing_key: str, identity: str, stamp: int, body: bytes, receipts: Receipts
+    ) -> int:
+        if self.closed is not None or not self._confirms:
+            self._check_publish()
+        sequence = self._sequence + 1
+        frames = _wire.plain_frames(
+            self.number, exchange, routing_key, identity, stamp, sequence, body, self._frame_max
+        )
+        self._publish(sequence, frames, receipts, 0, len(body))
+        return sequence
+
+    def _check_publish(self) -> None:
+        if self.closed is not None:
+            raise ChannelGone(self.closed, "publishing")
+        if not self._confirms:
+            raise RuntimeError("publishing needs a channel that was opened with confirms=True")
+
+    def _publish(self, sequence: int, frames: bytes, receipts: Receipts, place: int, size: int) -> None:
+        self._sequence = sequence
+        self._pending[sequence] = (receipts, place, size)
+        self.unconfirmed_bytes += size
+        self.counters.publishes += 1
+        self._send(frames)
 
     def _was_returned(self, returned: Returned, sequence: int | None) -> None:
         """The confirm of a returned message follows it, and carries the answer."""
@@ -234,8 +252,14 @@ class BaseChannel(ABC):
             if sequence > tag > 0:  # 0 is all of them
                 break
             tags.append(sequence)
-        for sequence in tags:
-            self._answer(sequence, ok)
+        if self._returned or not ok:
+            for sequence in tags:
+                self._answer(sequence, ok)
+            return
+        for sequence in tags:  # as `_answer` does
+            receipts, place, size = pending.pop(sequence)
+            self.unconfirmed_bytes -= size
+            receipts.answer(place, None)
 
     def _answer(self, sequence: int, ok: bool) -> None:
         found = self._pending.pop(sequence, None)

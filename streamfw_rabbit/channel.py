@@ -199,9 +199,13 @@ class Receipts:
         """Wait for all of them, by one task at a time. It may be cancelled or timed out: the answers that are there
         stay, and it can wait again."""
         while self.left:
-            self._waiter = (self._loop or asyncio.get_running_loop()).create_future()
-            await self._waiter
+            await self.waiting()
         return self.answers
+
+    def waiting(self) -> asyncio.Future[None]:
+        """What resolves when all are there, for one who finds that some are missing; of several calls the last."""
+        self._waiter = waiter = (self._loop or asyncio.get_running_loop()).create_future()
+        return waiter
 
 
 class ChannelCounters(msgspec.Struct):
@@ -330,6 +334,13 @@ class Channel(Protocol):
         Raises `ChannelGone` when the channel is closed, and `ValueError` or `TypeError`, with nothing sent, for what
         AMQP cannot carry: a name of more than 255 bytes, a header's value of another type.
         """
+        ...
+
+    def publish_plain(
+        self, exchange: str, routing_key: str, identity: str, stamp: int, body: bytes, receipts: Receipts
+    ) -> int:
+        """The same for what most messages are, in fewer steps: mandatory, persistent, with an id, a time in whole
+        seconds, and no other property or header; the answer goes to place 0."""
         ...
 
     # The end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Final
+from typing import Any, Final
 
 from streamfw.broker import REPLY_PREFIX, Connection, DeadLetters, Health, Source, Subscription
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, PublishError
@@ -81,10 +81,11 @@ class RabbitConnection(Connection):
         retries = topology.retries(subscription, self.settings)
         return RabbitSource(subscription, plan, self.settings, self.consuming, self.publishing, retries)
 
-    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+    def publish(self, messages: Sequence[Outgoing]) -> Coroutine[Any, Any, Sequence[PublishError | None]]:
         """See `Connection.publish`."""
-        self._check_open()
-        return await self.publishing.publish(messages)
+        if self.closed:
+            self._check_open()
+        return self.publishing.publish(messages)
 
     async def check(self) -> Health:
         """See `Connection.check`. A server that takes no publishes is not well."""

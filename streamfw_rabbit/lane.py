@@ -62,8 +62,13 @@ class Lane:
     def free(self, size: int) -> Channel | None:
         """The channel, when a body of `size` bytes can go out at once, without passing by anybody."""
         channel = self.channel
-        if channel is None or self._turn.locked() or channel.blocked or not self._has_room(channel, size):
+        if channel is None or self._turn.locked() or channel.blocked:
             return None
+        under_way = channel.unconfirmed
+        if under_way:  # as in `_has_room`
+            settings = self._settings
+            if under_way >= settings.window or channel.unconfirmed_bytes + size > settings.window_bytes:
+                return None
         return channel
 
     def _has_room(self, channel: Channel, size: int) -> bool:

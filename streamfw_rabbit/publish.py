@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -29,7 +29,7 @@ from streamfw.errors import (
     Unavailable,
     Unroutable,
 )
-from streamfw.message import Outgoing
+from streamfw.message import NO_HEADERS, Outgoing
 
 from .addresses import Addresses
 from .channel import NACKED, Answer, Closed, Properties, Receipts, Returned
@@ -78,6 +78,7 @@ class Publishing:
     def __init__(self, epochs: Epochs, asking: Epochs, settings: Settings) -> None:
         self._epochs, self._asking, self._settings = epochs, asking, settings
         self._lane = Lane(epochs, settings, ended=self._note_end)
+        self._priorities = settings.priorities
         self._routes: dict[str, Route] = {}
         self._finding: dict[str, asyncio.Task[Route | PublishError]] = {}
         self._inboxes: dict[str, Lane] = {}
@@ -107,8 +108,49 @@ class Publishing:
 
     # Publishing
 
-    async def publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
+    def publish(self, messages: Sequence[Outgoing]) -> Coroutine[Any, Any, Sequence[PublishError | None]]:
         """See `Connection.publish`. The answer is there within `publish_timeout`."""
+        return self._publish_one(messages[0]) if len(messages) == 1 else self._publish(messages)
+
+    async def _publish_one(self, message: Outgoing) -> Sequence[PublishError | None]:
+        """The same in a straight line, where nothing has to be waited for before it is sent."""
+        if self._closed:
+            self._check_open()
+        began, body = self._loop.time(), message.body
+        route = self._routes.get(message.name)
+        if route is None or route.until < began or message.delay or not route.mandatory:
+            return await self._publish((message,))
+        channel = self._lane.free(len(body)) if len(body) <= self._settings.max_body else None
+        if channel is None:
+            return await self._publish((message,))
+        receipts = Receipts(1, self._loop)
+        try:
+            if message.headers is NO_HEADERS and message.key is None and not self._priorities:
+                key = message.name if route.key is None else route.key
+                channel.publish_plain(route.exchange, key, message.message_id, int(time.time()), body, receipts)
+            else:
+                properties = properties_of(message, int(time.time()), self._priority(message))
+                if properties.reply_to is not None:  # it may be one of ours, which has a lane of its own
+                    return await self._publish((message,))
+                key = _routing_key(message) if route.key is None else route.key
+                channel.publish(route.exchange, key, properties, body, receipts)
+        except (ValueError, TypeError) as error:
+            return (_caused(Rejected, message, error),)
+        except ChannelGone as error:
+            return (_caused(Unavailable, message, error),)
+        self.calls += 1
+        self._lane.watch(receipts, began + self._settings.publish_timeout)
+        try:
+            if receipts.left:
+                await receipts.waiting()
+        finally:
+            self.calls -= 1
+            if self._quiet is not None:
+                self._look_whether_quiet()
+        answer = receipts.answers[0]
+        return () if answer is None else (self._error(message, answer),)
+
+    async def _publish(self, messages: Sequence[Outgoing]) -> Sequence[PublishError | None]:
         self._check_open()
         if not messages:
             return ()
@@ -173,11 +215,11 @@ class Publishing:
                     until=call.deadline,
                 )
         except (ValueError, TypeError) as error:
-            raise _error(Rejected, message, str(error)) from error
+            raise _caused(Rejected, message, error) from error
         except NotSent as error:
             raise _error(error.kind, message, str(error)) from error.__cause__
         except ChannelGone as error:
-            raise _error(Unavailable, message, str(error)) from error
+            raise _caused(Unavailable, message, error) from error
 
     async def _reply(self, call: Call, place: int, message: Outgoing, properties: Properties) -> None:
         error = await self._addresses.send(message, properties, call.deadline)
@@ -187,7 +229,7 @@ class Publishing:
 
     def _priority(self, message: Outgoing) -> int | None:
         """AMQP's priority, of which the larger comes first: the middle of those there are is that of priority 0."""
-        most = self._settings.priorities
+        most = self._priorities
         return max(0, min(most, most // 2 - message.priority)) if most else None
 
     async def send(self, exchange: str, key: str, message: Outgoing, properties: Properties) -> PublishError | None:
@@ -200,7 +242,7 @@ class Publishing:
         except NotSent as error:
             return _error(error.kind, message, str(error))
         except (ValueError, TypeError) as error:
-            return _error(Rejected, message, str(error))
+            return _caused(Rejected, message, error)
         finally:
             self._call_ended()
         return self._error(message, answer)
@@ -313,6 +355,9 @@ class Publishing:
 
     def _call_ended(self) -> None:
         self.calls -= 1
+        self._look_whether_quiet()
+
+    def _look_whether_quiet(self) -> None:
         if not self.calls and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
@@ -336,3 +381,9 @@ def _routing_key(message: Outgoing) -> str:
 
 def _error(kind: type[PublishError], message: Outgoing, text: str) -> PublishError:
     return kind(text, name=message.name, message_id=message.message_id)
+
+
+def _caused(kind: type[PublishError], message: Outgoing, cause: Exception) -> PublishError:
+    error = _error(kind, message, str(cause))
+    error.__cause__ = cause
+    return error

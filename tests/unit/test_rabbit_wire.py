@@ -582,6 +582,24 @@ def test_a_publish_is_written_as_by_the_library(
     assert _wire.publish_frames(channel, exchange, key, encoded, body, FRAME_MAX, mandatory) == expected
 
 
+@settings(deadline=None)
+@given(
+    identity=st.text(max_size=255).filter(lambda text: len(text.encode()) < 256),
+    sequence=st.integers(1, 2**63 - 1),
+    stamp=st.integers(0, 2**32),
+    body=st.one_of(st.binary(max_size=9), st.sampled_from((ROOM, ROOM + 1)).map(bytes)),
+)
+def test_a_plain_message_is_written_as_any_other(identity: str, sequence: int, stamp: int, body: bytes) -> None:
+    encoded = _content.encode(Properties(delivery_mode=2, message_id=identity, timestamp=stamp), sequence)
+    expected = _wire.publish_frames(7, "e", "k", encoded, body, FRAME_MAX, True)
+    assert _wire.plain_frames(7, "e", "k", identity, stamp, sequence, body, FRAME_MAX) == expected
+
+
+def test_a_plain_message_with_an_id_that_is_too_long_is_refused_as_any_other() -> None:
+    with pytest.raises(ValueError, match="256 bytes long"):
+        _wire.plain_frames(7, "e", "k", "i" * 256, 0, 1, b"x", FRAME_MAX)
+
+
 @pytest.mark.parametrize("flag", [True, False])
 def test_settlements_are_written_as_by_the_library(flag: bool) -> None:
     for channel, tag in ((1, 1), (65535, 2**63 - 1)):
