@@ -16,7 +16,16 @@ import aiormq.exceptions
 
 from streamfw.broker import DeadLetters
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnavailable, Unroutable
-from streamfw.message import DEAD_LETTER_HEADERS, NO_HEADERS, ORIGIN, ORIGIN_GROUP, ORIGIN_OFFSET, Message, Outgoing
+from streamfw.message import (
+    DEAD_LETTER_HEADERS,
+    NO_HEADERS,
+    ORIGIN,
+    ORIGIN_GROUP,
+    ORIGIN_OFFSET,
+    Headers,
+    Message,
+    Outgoing,
+)
 from streamfw.runtime.settler import backoff
 from streamfw.texts import one_line
 
@@ -24,9 +33,9 @@ from . import _content
 from ._gets import GettingChannel
 from .channel import Properties
 from .epochs import Epochs
-from .headers import copied, key_of, limited_by, visible_headers
+from .headers import copied, key_of, put_aside_by, told_by_server, visible_headers
 from .publish import Publishing
-from .topology import group_queue
+from .topology import group_queue, is_kept
 
 if TYPE_CHECKING:
     from aiormq.abc import DeliveredMessage
@@ -141,6 +150,8 @@ async def adopt(epochs: Epochs, publishing: Publishing, name: str, queue: str) -
     Raises a `BrokerError`. What was not moved stays where it is.
     """
     moved = 0
+    if not await is_kept(epochs, name):
+        return 0  # a queue of that name is somebody else's, and so are its messages
     async with looking(epochs, name) as table:
         while table is not None and (taken := await table.take(_BATCH)):
             for one in taken:
@@ -198,6 +209,8 @@ class RabbitDeadLetters(DeadLetters):
     def _message(self, one: Taken) -> Message:
         properties = one.properties
         headers = visible_headers(properties)
+        if more := [pair for pair in _told(properties) if pair[0] not in headers]:
+            headers = Headers.of((*headers.pairs, *more))
         return Message(
             name=self._name,
             body=one.body,
@@ -255,13 +268,23 @@ class RabbitDeadLetters(DeadLetters):
         return False
 
 
+def _told(properties: Properties) -> list[tuple[str, bytes]]:
+    try:
+        return told_by_server(properties.headers)
+    except ValueError:
+        return []  # what cannot be read tells nothing
+
+
 def _origins(one: Taken) -> list[str]:
     """The queues that it may come from: of a group, or of a `RabbitQueue`; or where the server itself put it aside."""
     headers = visible_headers(one.properties)
     origin, group = headers.get(ORIGIN), headers.get(ORIGIN_GROUP)
     found = [group_queue(origin, group), origin] if origin and group else []
-    limited = limited_by(one.properties.headers)
-    return found if limited is None else [*found, limited]
+    try:
+        put_aside = put_aside_by(one.properties.headers)
+    except ValueError:
+        put_aside = None
+    return found if put_aside is None else [*found, put_aside[0]]
 
 
 async def _nothing(one: Taken) -> bool:

@@ -83,6 +83,12 @@ _INEQUIVALENT: Final = re.compile(
 )
 
 
+_WAYS_OUT: Final = {
+    "x-dead-letter-exchange": "It is what dead_letter= of the subscriber says",
+    "x-single-active-consumer": "It is what ordered_by= of the subscriber, or single_active=, says",
+}
+
+
 class ChannelGone(BrokerUnavailable):
     """The channel or its connection ended; `closed` says why. Whoever goes on needs a new channel."""
 
@@ -106,14 +112,15 @@ class PreconditionFailed(BrokerRefused):
 class TopologyMismatch(PreconditionFailed):
     """The queue (or exchange) exists with another value of `argument` than we declare; nothing was changed.
 
-    `declared` is what we asked for and `actual` what it has, both in the server's words. Delete it (it loses its
-    messages), declare what it has, or leave declarations off.
+    `declared` is what we asked for and `actual` what it has, both in the server's words. Declare what it has, or leave
+    declarations off. (Or delete it, with the messages in it.)
     """
 
     def __init__(self, queue: str, argument: str, declared: str, actual: str, kind: str = "queue") -> None:
         super().__init__(
             f"{kind} {queue!r} exists with other properties: {argument} is {actual}, declared was {declared}. "
-            f"Declare what it has, delete it first, or use declare='off'"
+            f"Nothing was changed. {_WAYS_OUT.get(argument, 'Declare what it has')}; or declare nothing of what is "
+            f"there already: declare='passive' (or 'off')"
         )
         self.queue = queue
         self.argument = argument

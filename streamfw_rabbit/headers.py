@@ -29,6 +29,7 @@ from streamfw.message import (
     ERROR,
     ERROR_TYPE,
     NO_HEADERS,
+    ORIGIN,
     REPLY_TO,
     Headers,
     Outgoing,
@@ -44,9 +45,10 @@ __all__ = [
     "copied",
     "is_reserved",
     "key_of",
-    "limited_by",
     "malformed",
     "properties_of",
+    "put_aside_by",
+    "told_by_server",
     "visible_headers",
 ]
 
@@ -194,22 +196,47 @@ def _json(value: object) -> object:
     return str(value)
 
 
-def limited_by(table: Mapping[str, FieldValue]) -> str | None:
-    """The queue that a dead letter comes from which the server itself put aside, because it came back too often."""
+def put_aside_by(table: Mapping[str, FieldValue]) -> tuple[str, str] | None:
+    """The queue that the server itself has put a message aside from, and why: ``delivery_limit``, ``expired``,
+    ``maxlen`` or ``rejected`` (https://www.rabbitmq.com/docs/dlx). None where it has not, as far as it tells.
+
+    Not every such message is a dead letter: retry queues, ours and those of others, put aside what has waited."""
     deaths = table.get("x-death")
     latest = deaths[0] if isinstance(deaths, list) and deaths else None
-    if not isinstance(latest, dict) or latest.get("reason") != "delivery_limit":
+    if not isinstance(latest, dict):
         return None
-    queue = latest.get("queue")
-    return queue if isinstance(queue, str) else None
+    queue, why = latest.get("queue"), latest.get("reason")
+    return (queue, why) if isinstance(queue, str) and isinstance(why, str) else None
+
+
+_LIMIT: Final = "delivery_limit"
+_TOLD: Final = {
+    _LIMIT: "delivered it as often as its delivery limit allows, and nobody settled it",
+    "expired": "held it for as long as it may live",
+    "maxlen": "was full",
+    "rejected": "had it rejected by a consumer",
+}
+
+
+def told_by_server(table: Mapping[str, FieldValue]) -> list[tuple[str, bytes]]:
+    """The headers of a dead letter that the server made one: where it comes from, and what was wrong with it."""
+    found = put_aside_by(table)
+    if found is None or ERROR in table:
+        return []
+    queue, why = found
+    origin = [] if ORIGIN in table else [(ORIGIN, queue.encode())]
+    return [*origin, *_error(queue, why)]
+
+
+def _error(queue: str, why: str) -> list[tuple[str, bytes]]:
+    told = f"queue {queue!r} {_TOLD.get(why, f'put it aside ({why})')}"
+    return [(ERROR, told.encode()), (ERROR_TYPE, why.title().replace("_", "").encode())]
 
 
 def _of_the_limit(table: Mapping[str, FieldValue]) -> list[tuple[str, bytes]]:
-    queue = limited_by(table)
-    if queue is None or ERROR in table:
-        return []
-    told = f"queue {queue!r} delivered it as often as its delivery limit allows, and nobody settled it"
-    return [(ERROR, told.encode()), (ERROR_TYPE, b"DeliveryLimit")]
+    """Of a message that a subscriber may get, only this says for sure that it is a dead letter."""
+    found = put_aside_by(table)
+    return [] if found is None or found[1] != _LIMIT or ERROR in table else _error(*found)
 
 
 # Publishing again

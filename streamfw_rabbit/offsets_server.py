@@ -19,6 +19,7 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from rstream.client import Client
 
 __all__ = ["ServerOffsets"]
+
+log = logging.getLogger("streamfw.rabbit")
 
 _T = TypeVar("_T")
 _PLAIN, _TLS = "rabbitmq-stream", "rabbitmq-stream+tls"
@@ -179,11 +182,11 @@ class _InStream(Bookmark):
         if client is None:
             return
         socket: Any = client._conn
-        for closing in (client.close(), *([socket.close()] if socket is not None else [])):
+        for close in (client.close, *([socket.close] if socket is not None else [])):
             try:
-                await closing
-            except (OSError, AssertionError):
-                pass  # it is lost, or was not there yet
+                await close()
+            except Exception as error:  # it is lost, or was not there yet
+                log.debug("%r: closing: %r", self._offsets, error)
 
     async def close(self) -> None:
         self._closed = True

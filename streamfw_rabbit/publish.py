@@ -34,7 +34,7 @@ from streamfw.message import NO_HEADERS, Outgoing
 from .addresses import Addresses
 from .channel import NACKED, Answer, Closed, Properties, Receipts, Returned
 from .epochs import Epochs
-from .errors import ChannelGone, NotFound
+from .errors import ChannelGone, NotFound, TopologyMismatch
 from .headers import FROM, properties_of
 from .lane import Lane, NotSent
 from .queue import EXCHANGE_NAME, name_mistake
@@ -340,6 +340,14 @@ class Publishing:
             route.delays = delays_of(route.exchange, message.name)
         try:
             way = await route.delays.way(self._asking, message.delay)
+        except NotFound as error:
+            raise _error(Unroutable, message, f"delay={message.delay}: there is no queue {message.name!r}") from error
+        except TopologyMismatch as error:
+            text = (
+                f"delay={message.delay}: {message.name!r} is an exchange that routes by keys, which the pause takes "
+                "the place of; publish it to the name of a queue, or without delay="
+            )
+            raise _error(Rejected, message, text if error.argument == "type" else str(error)) from error
         except BrokerError as error:
             kind = Unavailable if error.transient else Rejected
             raise _error(kind, message, f"delay={message.delay}: {error}") from error

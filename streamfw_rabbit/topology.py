@@ -25,7 +25,7 @@ from streamfw.errors import BrokerRefused
 
 from .channel import FieldValue
 from .epochs import Epochs
-from .errors import ChannelGone, PreconditionFailed, TopologyMismatch
+from .errors import ChannelGone, NotFound, PreconditionFailed, TopologyMismatch
 from .queue import EXCHANGE_NAME, Binding, Declare, Exchange, RabbitQueue, name_mistake
 from .retry import LEVELS, RETRY, Ladder
 from .settings import Settings
@@ -37,6 +37,7 @@ __all__ = [
     "delays_of",
     "delete",
     "group_queue",
+    "is_kept",
     "plain_mistakes",
     "plan_of",
     "queue_ladder",
@@ -154,15 +155,10 @@ async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
     if plan.declare == "off":
         return
     if plan.declare == "passive":
-        await _look(epochs, plan)
+        await _look(epochs, plan, server)
         return
     require_arguments(server, str(plan.arguments["x-queue-type"]), plan.arguments, plan.where)
-    if plan.dead_letter is not None:
-        await _declare_kept(epochs, plan.dead_letter, plan.where)
-    if plan.exchange is not None:
-        await _declare_name(epochs, plan.exchange, plan.where)
-    for binding in plan.bindings:
-        await _declare_exchange(epochs, binding.exchange, plan, server)
+    # First what is most likely to be there with other properties: then nothing else has been made.
     source = plan.source
     on = epochs.apart if _may_be_denied(plan) else epochs.declarations
     async with on(f"{plan.where}: declaring queue {plan.queue!r}") as channel:
@@ -173,6 +169,13 @@ async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
             auto_delete=source.auto_delete,
             arguments=dict(plan.arguments),
         )
+    if plan.dead_letter is not None:
+        await _declare_kept(epochs, plan.dead_letter, plan.where)
+    if plan.exchange is not None:
+        await _declare_name(epochs, plan.exchange, plan.where)
+    for binding in plan.bindings:
+        await _declare_exchange(epochs, binding.exchange, plan, server)
+    async with epochs.declarations(f"{plan.where}: binding queue {plan.queue!r}") as channel:
         if plan.exchange is not None:
             await channel.queue_bind(plan.queue, plan.exchange)
         for binding in plan.bindings:
@@ -196,12 +199,41 @@ def _may_be_denied(plan: Plan) -> bool:
     return old and not plan.source.exclusive
 
 
-async def _look(epochs: Epochs, plan: Plan) -> None:
+async def _look(epochs: Epochs, plan: Plan, server: Version) -> None:
+    """Whether all of it is there. How it is, and what is bound to what, AMQP does not tell."""
     async with epochs.declarations(f"{plan.where}: looking for queue {plan.queue!r}") as channel:
         await channel.queue_declare(plan.queue, passive=True)
+    if plan.exchange is not None:
+        await _look_for_exchange(epochs, plan.exchange, plan.where)
+    for binding in plan.bindings:
+        await _declare_exchange(epochs, binding.exchange, plan, server)
     if plan.dead_letter is not None:
-        async with epochs.declarations(f"{plan.where}: looking for exchange {plan.dead_letter!r}") as channel:
-            await channel.exchange_declare(plan.dead_letter, passive=True)
+        await _look_for_name(epochs, plan.dead_letter, plan.where)
+
+
+async def _look_for_exchange(epochs: Epochs, name: str, where: str) -> None:
+    async with epochs.declarations(f"{where}: looking for exchange {name!r}") as channel:
+        await channel.exchange_declare(name, passive=True)
+
+
+async def _look_for_name(epochs: Epochs, name: str, where: str) -> None:
+    """What is published to a name goes to the exchange, and where there is none to the queue."""
+    try:
+        await _look_for_exchange(epochs, name, where)
+    except NotFound:
+        doing = f"{where}: looking for {name!r}, which is no exchange, nor a queue"
+        async with epochs.declarations(doing) as channel:
+            await channel.queue_declare(name, passive=True)
+
+
+async def is_kept(epochs: Epochs, name: str) -> bool:
+    """Whether we have ever declared that what nobody takes of a name is kept: else a queue of that name is somebody
+    else's. Raises a `BrokerError`."""
+    try:
+        await _look_for_exchange(epochs, f"{name}{_KEPT}", f"{name!r}")
+    except NotFound:
+        return False
+    return True
 
 
 async def _declare_name(epochs: Epochs, name: str, where: str) -> None:

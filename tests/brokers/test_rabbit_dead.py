@@ -102,7 +102,38 @@ async def test_somebody_elses_exchange_keeps_no_dead_letters(connection: RabbitC
             pytest.fail("it was opened")
 
 
+async def test_somebody_elses_queue_of_the_name_is_not_taken_over(connection: RabbitConnection, other: Raw) -> None:
+    """Only what is kept by us of a dead letter is: a queue that happens to have the name has other consumers."""
+    name = await other.declare(new_name("legacy"))
+    await other.publish("", name, b"theirs")
+    async with member(connection, name) as taker:
+        assert await send(connection, outgoing(name, b"ours")) == [None]
+        (delivery,) = await taker.take(1)
+        assert delivery.body == b"ours"
+        await taker.acknowledge([delivery])
+        assert await adopt(connection.consuming, connection.publishing, name, f"{name}.shop") == 0
+    await other.left(name, 1)
+
+
 # ---------------------------------------------------------------------- the net
+
+
+async def test_what_the_server_put_aside_tells_why_and_goes_back(connection: RabbitConnection, other: Raw) -> None:
+    queue = new_name("held")
+    dead = f"{queue}.dead"
+    source = RabbitQueue(queue, message_ttl=0.05)
+    async with member(connection, queue, source=source, dead_letter=dead):
+        pass
+    assert await send(connection, outgoing(queue, b"old", key="k")) == [None]
+    await other.left(dead, 1)
+    letters = await connection.dead_letters(dead)
+    (shown,) = await letters.list()
+    assert (shown.headers[ORIGIN], shown.headers[ERROR_TYPE]) == (queue, "Expired")
+    async with member(connection, queue, source=source, dead_letter=dead) as taker:
+        assert await letters.requeue() == 1
+        (delivery,) = await taker.take(1)
+        assert (delivery.body, delivery.key, delivery.attempt) == (b"old", "k", 1)
+        await taker.acknowledge([delivery])
 
 
 async def test_who_kills_its_process_each_time_ends_as_a_dead_letter(connection: RabbitConnection, other: Raw) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamfw.message import ERROR, ERROR_TYPE, Headers, Outgoing
+from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, Headers, Outgoing
 from streamfw_rabbit import _content
 from streamfw_rabbit.channel import FieldValue, Properties
 from streamfw_rabbit.delivery import maker_of
@@ -21,8 +21,9 @@ from streamfw_rabbit.headers import (
     copied,
     is_reserved,
     key_of,
-    limited_by,
     properties_of,
+    put_aside_by,
+    told_by_server,
     visible_headers,
 )
 
@@ -181,15 +182,31 @@ def test_properties_that_cannot_be_read_cost_no_message(key: Any) -> None:
 def test_a_dead_letter_of_the_server_tells_why() -> None:
     deaths: list[FieldValue] = [{"reason": "delivery_limit", "queue": "orders.shop"}, {"reason": "expired"}]
     came = Properties(raw_headers={"tenant": "acme", "x-death": deaths})
-    assert limited_by(came.headers) == "orders.shop"
+    assert put_aside_by(came.headers) == ("orders.shop", "delivery_limit")
     shown = dict(visible_headers(came).pairs)
     assert shown["tenant"] == b"acme"
     assert b"'orders.shop'" in (shown[ERROR] or b"")
     assert shown[ERROR_TYPE] == b"DeliveryLimit"
     assert dict(visible_headers(copied(came, {})).pairs) == shown, "also after it has been moved"
-    other: list[FieldValue] = [{"reason": "expired", "queue": "q"}]
-    assert limited_by({"x-death": other}) is None
-    assert limited_by({"x-death": "forged"}) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [("expired", b"Expired"), ("maxlen", b"Maxlen"), ("rejected", b"Rejected"), ("new", b"New")]
+)
+def test_what_the_server_puts_aside_is_a_dead_letter_only_where_one_looks_for_them(reason: str, kind: bytes) -> None:
+    """Retry queues, ours and those of others, put aside what has waited; their consumers get that as it is."""
+    table: dict[str, FieldValue] = {"x-death": [{"reason": reason, "queue": "q"}]}
+    told = dict(told_by_server(table))
+    assert (told[ORIGIN], told[ERROR_TYPE]) == (b"q", kind)
+    assert b"queue 'q'" in told[ERROR]
+    assert not visible_headers(Properties(raw_headers=table)).pairs
+    assert copied(Properties(raw_headers=table), {}).raw_headers == {}
+
+
+@pytest.mark.parametrize("deaths", ["forged", [], ["x"], [{"reason": "expired"}], [{"reason": 1, "queue": 2}]])
+def test_deaths_that_are_none(deaths: Any) -> None:
+    assert put_aside_by({"x-death": deaths}) is None
+    assert told_by_server({"x-death": deaths}) == []
 
 
 def test_a_copy_keeps_all_that_is_the_senders() -> None:

@@ -64,7 +64,7 @@ async def test_a_queue_with_other_properties(
         assert isinstance(error, BrokerRefused)
         assert (error.queue, error.argument) == (name, argument)
         assert error.declared != error.actual
-        assert "declare='off'" in str(error)
+        assert "declare='passive' (or 'off')" in str(error)
         async with member(connection, name, source=replace_name(second, name, declare="off")):
             pass
 
@@ -139,8 +139,32 @@ async def test_passive_only_looks(connection: RabbitConnection, other: Raw) -> N
     async with member(connection, there.name, source=there) as taker:
         assert await send(connection, outgoing(there.name)) == [None]
         await taker.acknowledge(await taker.take(1))
-    lost = await refusal(connection, there, dead_letter=new_name("dead"))
-    assert "exchange" in str(lost), "a dead letter that is not there would keep its messages back"
+    lost = await refusal(connection, there, dead_letter=(dead := new_name("dead")))
+    assert isinstance(lost, NotFound), "a dead letter that is not there would keep its messages back"
+    assert f"looking for '{dead}', which is no exchange, nor a queue" in str(lost)
+    await other.declare(dead)
+    async with member(connection, there.name, source=there, dead_letter=dead):
+        pass
+    nowhere = Exchange(new_name("nowhere"))
+    lost = await refusal(connection, replace_name(there, there.name, exchange=nowhere, bind="#"))
+    assert isinstance(lost, NotFound)
+    assert f"no exchange '{nowhere.name}'" in str(lost)
+
+
+async def test_a_queue_that_is_there_with_other_properties_leaves_nothing_behind(
+    connection: RabbitConnection, other: Raw
+) -> None:
+    name = await other.declare(new_name("there"), dead_letter_exchange="old.dlx", delivery_limit=20)
+    exchange, dead = Exchange(new_name("events")), new_name("dead")
+    source = RabbitQueue(name, exchange=exchange, bind="#", dead_letter_strategy="at-most-once")
+    error = await refusal(connection, source, dead_letter=dead)
+    assert isinstance(error, TopologyMismatch)
+    assert "It is what dead_letter= of the subscriber says; or declare nothing" in str(error)
+    assert "declare='passive'" in str(error)
+    assert not await other.exists(dead)
+    for missing in (exchange.name, dead):
+        error = await refusal(connection, RabbitQueue(name, declare="passive", exchange=Exchange(missing), bind="#"))
+        assert isinstance(error, NotFound)
 
 
 @pytest.mark.parametrize("name", ["payment.timeout", "rate-limit", "is down", "exclusive use"])
@@ -219,7 +243,7 @@ async def test_wrong_credentials_end_the_app_at_once(rabbit: Rabbit, transport: 
 @pytest.mark.parametrize(
     ("rights", "said"),
     [
-        ({"configure": ""}, "access to exchange 'orders.kept'|access to exchange 'orders"),
+        ({"configure": ""}, "access to queue 'orders.shop'"),
         ({"read": "^(?!orders.shop$).*"}, "access to queue 'orders.shop'"),
     ],
 )
