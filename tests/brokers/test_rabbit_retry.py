@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamfw import App, Backoff, Message, subscriber
 from streamfw.broker import Settlement, Subscription
-from streamfw.errors import Rejected, Unsupported
+from streamfw.errors import Rejected, Unroutable, Unsupported
 from streamfw.message import ERROR, ORIGIN_ATTEMPT
 from streamfw.outcome import Retry
 from streamfw.testing.conformance import Member
@@ -250,6 +250,9 @@ async def test_what_cannot_be_delayed_is_rejected(connection: RabbitConnection, 
             outgoing(name, delay=float(LONGEST)),
         )
         assert answers == [Rejected, Rejected, None]
+        (of_keys,) = await connection.publish([outgoing(topic, delay=1.0)])
+        assert f"'{topic}' is an exchange that routes by keys" in str(of_keys)
+        assert await send(connection, outgoing(new_name("nobody"), delay=1.0)) == [Unroutable]
         async with connected(rabbit, declare="off") as careful:
             assert await send(careful, outgoing(name, delay=1.0)) == [Rejected]
 
