@@ -27,6 +27,7 @@ import aiormq
 
 from .channel import FieldValue
 from .epochs import Epochs
+from .errors import AccessRefused, NotFound
 
 __all__ = ["LONGEST", "RETRY", "Ladder", "digits_of"]
 
@@ -72,6 +73,16 @@ class Ladder:
                 async with epochs.declarations(f"making the retry queues {self.name!r}") as channel:
                     await self._make(channel, top, levels)
         return self._rung(top), key
+
+    async def bind_again(self, epochs: Epochs) -> None:
+        """What it leads to may have been deleted and made again, and the binding went with it: what waits on the rungs
+        would stay there. Where there is no ladder yet, nothing is made. (Where it is not permitted, the first retry
+        tells.) Raises a `BrokerError`."""
+        try:
+            async with epochs.declarations(f"leading the retry queues {self.name!r} to their end") as channel:
+                await self._bind(channel, self.name)
+        except (NotFound, AccessRefused):
+            pass
 
     def forget(self) -> None:
         """Somebody may have deleted something: make it again when it is next needed."""

@@ -109,6 +109,56 @@ async def test_a_ladder_that_somebody_deletes_is_made_again(connection: RabbitCo
         await taker.acknowledge(taken)
 
 
+async def test_what_waits_comes_to_a_queue_that_was_deleted_and_made_again(
+    connection: RabbitConnection, other: Raw
+) -> None:
+    """The queue's bindings go with it, also that of its retry queues."""
+    name = new_name()
+    async with member(connection, name) as taker:
+        await send(connection, outgoing(name, b"x"))
+        assert await taker.settle(await taker.take(1), Retry(2.0)) == []
+        await eventually(lambda: other.exists(f"{name}.shop.retry.2000"))
+        await other.left(f"{name}.shop.retry.2000", 1)
+        await other.delete(f"{name}.shop")
+        taken = await taker.take(1)
+        assert (taken[0].body, taken[0].attempt) == (b"x", 2)
+        assert await taker.settle(taken, Retry(1.0)) == []
+        (last,) = await taker.take(1)
+        assert last.attempt == 3
+        await taker.acknowledge([last])
+
+
+async def test_retries_work_when_all_of_it_was_deleted(connection: RabbitConnection) -> None:
+    name = new_name()
+    async with member(connection, name) as taker:
+        health = taker.source.health
+        await send(connection, outgoing(name, b"0"))
+        assert await taker.settle(await taker.take(1), Retry(1.0)) == []
+        await taker.acknowledge(await taker.take(1))
+        await taker.flush()
+        await connection.withdraw(name, "shop")
+        await eventually(lambda: not health().ok)
+        taking = asyncio.create_task(taker.take(1))
+        await eventually(lambda: health().ok)
+        await send(connection, outgoing(name, b"1"))
+        assert await taker.settle(await taking, Retry(1.0)) == []
+        (again,) = await taker.take(1)
+        assert (again.body, again.attempt) == (b"1", 2)
+        await taker.acknowledge([again])
+
+
+async def test_what_is_delayed_comes_to_a_queue_that_was_deleted_and_made_again(
+    connection: RabbitConnection, other: Raw
+) -> None:
+    source = RabbitQueue(new_name("mail"))
+    async with member(connection, source.name, source=source) as taker:
+        await send(connection, outgoing(source.name, b"x", delay=2.0))
+        await other.delete(source.name)
+        (delivery,) = await taker.take(1)
+        assert delivery.body == b"x"
+        await taker.acknowledge([delivery])
+
+
 async def test_attempts_in_a_header_count_only_from_our_retry_queues(connection: RabbitConnection, other: Raw) -> None:
     name = new_name()
     async with member(connection, name) as taker:
