@@ -8,7 +8,10 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
+from streamfw.broker import Route
+
 from .channel import FieldValue
+from .routes import routes_of
 from .versions import argument_mistakes
 
 __all__ = ["Binding", "Declare", "Exchange", "QueueType", "RabbitQueue", "name_mistake"]
@@ -78,7 +81,8 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     - `declare`: ``declare`` makes what is missing, and refuses what is there with other properties
       (`TopologyMismatch`); ``passive`` only looks whether it is there; ``off`` does neither. Default: the broker's.
     - `prefetch`: messages that are on their way to this process (default: the subscriber's, 1,000).
-    - `consumer_priority`: consumers with a higher one get messages first.
+    - `consumer_priority`: consumers with a higher one get messages first. Where one is active at a time it is the one
+      with the highest, on quorum queues, and from RabbitMQ 4.0 on.
     - `exclusive_consumer`: nobody else may consume.
     - `key`: where the key of a message is that was not published by streamfw: ``routing_key``, or ``header`` for none.
     - `retry`: whether long pauses go through queues of their own (``<queue>.retry.<ms>``). Where not, and where
@@ -125,6 +129,10 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
                 raise ValueError(f"exchange={own.name!r} without bind=: a {own.type} exchange needs keys")
             return [Binding(own)]
         return [_binding(one, own) for one in given]
+
+    def routes(self) -> Mapping[str, Route]:
+        """See `streamfw.broker.Routed`: the exchanges that it is bound to."""
+        return routes_of(self.bindings())
 
     def queue_arguments(self, delivery_limit: int, ordered: bool, dead_letter: str | None) -> dict[str, FieldValue]:
         """The arguments it is declared with. `dead_letter`: the exchange that the server's own dead letters go to."""
@@ -222,6 +230,8 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         for option in ("delivery_limit", "dead_letter_strategy"):
             if getattr(self, option) is not None:
                 yield f"RabbitQueue({option}=..): only a quorum queue has one"
+        if self.single_active and self.consumer_priority:
+            yield "RabbitQueue(consumer_priority=..): with single_active= only a quorum queue heeds it"
 
     def _argument_mistakes(self) -> Iterable[str]:
         yield from (f"RabbitQueue(arguments=..): {told}" for told in argument_mistakes(self.type, self.arguments))

@@ -29,7 +29,7 @@ from .errors import ChannelGone, NotFound, PreconditionFailed, TopologyMismatch
 from .queue import EXCHANGE_NAME, Binding, Declare, Exchange, RabbitQueue, name_mistake
 from .retry import LEVELS, RETRY, Ladder
 from .settings import Settings
-from .versions import QUORUM_PRIORITIES, Version, require, require_arguments
+from .versions import ACTIVE_BY_PRIORITY, QUORUM_PRIORITIES, Version, require, require_arguments
 
 __all__ = [
     "Plan",
@@ -150,8 +150,7 @@ def delays_of(exchange: str, queue: str) -> Ladder:
 async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
     """Declare, or look for, what `plan` says. Raises a `BrokerError`: `TopologyMismatch` for what is there with other
     properties, `NotFound` for what is missing and not to be declared."""
-    if plan.source.type == "quorum" and plan.source.priorities is not None:
-        require(server, QUORUM_PRIORITIES, f"{plan.where}: a quorum queue with priorities")
+    _require_priorities(plan, server)
     if plan.declare == "off":
         return
     if plan.declare == "passive":
@@ -191,6 +190,19 @@ def _ladders_to(plan: Plan) -> Sequence[Ladder]:
     exchange.)"""
     retried = [queue_ladder(plan.queue)] if plan.source.retry else []
     return retried if plan.exchange is not None else [*retried, delays_of("", plan.queue)]
+
+
+def _require_priorities(plan: Plan, server: Version) -> None:
+    """No argument tells the server of these, so it would not even ignore them."""
+    source = plan.source
+    if source.type == "quorum" and source.priorities is not None:
+        require(server, QUORUM_PRIORITIES, f"{plan.where}: a quorum queue with priorities")
+    if source.consumer_priority and "x-single-active-consumer" in plan.arguments:
+        if source.type != "quorum":
+            raise BrokerRefused(
+                f"{plan.where}: a classic queue with a single active consumer has no consumer_priority="
+            )
+        require(server, ACTIVE_BY_PRIORITY, f"{plan.where}: consumer_priority= with a single active consumer")
 
 
 def _may_be_denied(plan: Plan) -> bool:

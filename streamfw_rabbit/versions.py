@@ -13,6 +13,7 @@ from streamfw.config import near
 from streamfw.errors import BrokerRefused
 
 __all__ = [
+    "ACTIVE_BY_PRIORITY",
     "OLDEST",
     "QUEUE_ARGUMENTS",
     "QUORUM_PRIORITIES",
@@ -31,6 +32,9 @@ OLDEST: Final[Version] = (3, 10)
 QUORUM_PRIORITIES: Final[Version] = (4, 3)
 """The first server whose quorum queues keep to priorities. Nothing declares them: all have 32, 0 to 31, and what has
 none counts as 4. From 4.0 on there were two classes, of which the one above 4 was given two of three places."""
+
+ACTIVE_BY_PRIORITY: Final[Version] = (4, 0)
+"""The first server that makes the consumer of the highest priority the single active one, of quorum queues."""
 
 _ALWAYS: Final[Version] = ()
 QUEUE_ARGUMENTS: Final[Mapping[str, Mapping[str, Version]]] = {

@@ -119,6 +119,7 @@ def test_bindings(source: RabbitQueue, expected: list[Binding] | None) -> None:
         (RabbitQueue("q", delivery_limit=5), "delivery_limit=5): 20 at least"),
         (RabbitQueue("q", type="classic", delivery_limit=20), "only a quorum queue has one"),
         (RabbitQueue("q", type="classic", dead_letter_strategy="at-least-once"), "only a quorum queue has one"),
+        (RabbitQueue("q", type="classic", single_active=True, consumer_priority=1), "only a quorum queue heeds it"),
         (RabbitQueue("q", overflow="reject-publish-dlx"), "a quorum queue ignores it"),
         (RabbitQueue("q", overflow="drop"), "overflow='drop'): one of drop-head"),  # type: ignore[arg-type]
         (RabbitQueue("q", overflow="drop-head"), "at most once, in silence"),

@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from streamfw import App, Message, subscriber
 from streamfw.broker import Delivery, Settlement, Subscription
-from streamfw.errors import BrokerUnavailable, StaleDelivery
+from streamfw.errors import BrokerRefused, BrokerUnavailable, StaleDelivery
 from streamfw.outcome import ACK
 from streamfw.testing.conformance import Member
 from streamfw_rabbit import Exchange, MessageProperties, RabbitBroker, RabbitQueue, RoutingKey
@@ -430,6 +431,29 @@ async def test_what_counts_for_the_delivery_limit(connection: RabbitConnection, 
         proxy.cut()
         await eventually(lambda: not taker.source.health().ok)
         assert await counts() == [1] * 3, "also what nobody had begun"
+
+
+async def test_the_active_one_is_that_of_the_highest_priority(rabbit: Rabbit, transport: TransportName) -> None:
+    """From 4.0 on. It waits for what the other one has at hand, so the order stays."""
+    low = RabbitQueue(new_name("active"), single_active=True, consumer_priority=1)
+    high = msgspec.structs.replace(low, consumer_priority=5)
+    async with connected(rabbit, transport=transport) as first, connected(rabbit, transport=transport) as second:
+        classic = msgspec.structs.replace(low, name=new_name("classic"), type="classic", single_active=False)
+        with pytest.raises(BrokerRefused, match="a classic queue with a single active consumer has no"):
+            await first.open(Subscription(classic.name, source=classic, ordered_by="key"))
+        if version_of(first) < (4,):
+            with pytest.raises(BrokerRefused, match=r"with a single active consumer needs RabbitMQ 4\.0"):
+                await first.open(Subscription(low.name, source=low))
+            return
+        async with member(first, low.name, source=low) as before:
+            await fill(first, low.name, 1)
+            taken = await before.take(1)
+            async with member(second, low.name, source=high) as after:
+                await fill(second, low.name, 2)
+                await after.expect_nothing(0.3)
+                await before.acknowledge(taken)
+                await after.acknowledge(await after.take(2))
+                await before.expect_nothing(0.3)
 
 
 async def test_two_sources_of_an_exclusive_queue(connection: RabbitConnection, rabbit: Rabbit) -> None:
