@@ -1,5 +1,5 @@
-"""Counted, not timed: what the code of the framework does for one message, on the memory broker and for a record of
-Kafka that is at hand.
+"""Counted, not timed: what the code of the framework does for one message, on the memory broker, for a record of Kafka
+that is at hand, and on RabbitMQ's fast lane with a server that answers from memory.
 
 Every count is a slope: the difference between a run of 2,000 messages and one of 1,000, a message. So neither the start
 nor the end of an app is in it. The pump's clock stands still, for it decides by time when to let the loop turn: the
@@ -12,7 +12,7 @@ import asyncio
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,13 @@ import msgspec
 from streamfw import App, Batch, subscriber
 from streamfw.memory import MemoryBroker
 from streamfw.message import Headers, Outgoing, _endings, new_message_id
+from streamfw_rabbit import RabbitQueue
 
 from .apps import all_settled
 from .jobs import BODY, Order, around, four, fresh, lifespan, noop
+from .prepared_rabbit import PreparedRabbit
 from .prepared_topic import PreparedConsumer, prepared
+from .process import spread
 from .stats import median
 
 __all__ = [
@@ -167,6 +170,28 @@ async def _publish(count: int, counted: AbstractContextManager[object]) -> None:
                 await app.publish("orders", BODY)
 
 
+async def _rabbit(count: int, counted: AbstractContextManager[object], handler: Any = noop, **options: Any) -> None:
+    app = App(
+        subscriber(RabbitQueue("orders", prefetch=1000), **options)(fresh(handler)),
+        brokers={"default": PreparedRabbit(count, BODY)},
+    )
+    _stop_the_clock(app)
+    with counted:
+        async with app.running():
+            await all_settled(app, count)
+
+
+async def _publish_to_rabbit(count: int, counted: AbstractContextManager[object]) -> None:
+    async def publish(bodies: Sequence[bytes]) -> None:
+        for body in bodies:
+            await app.publish("orders", body)
+
+    _endings.clear()
+    async with App(brokers={"default": PreparedRabbit(0, b"")}).running() as app:
+        with counted:
+            await spread(publish, [BODY] * count)
+
+
 JOBS: dict[str, Job] = {
     "consume, workers=1": partial(_consume, handler=noop, workers=1),
     "consume, workers=8": partial(_consume, handler=noop, workers=8),
@@ -178,6 +203,10 @@ JOBS: dict[str, Job] = {
     "Kafka, workers=8": partial(_read, workers=8),
     "Kafka, keyed lanes, workers=8": partial(_read, workers=8, ordered_by="key"),
     "Kafka, batches of 100": partial(_read, handler=noop_batch, batch=Batch(100)),
+    "RabbitMQ, workers=1": partial(_rabbit, workers=1),
+    "RabbitMQ, workers=8": partial(_rabbit, workers=8),
+    "RabbitMQ, batches of 100": partial(_rabbit, handler=noop_batch, batch=Batch(100)),
+    "RabbitMQ, publishes by 100 tasks": _publish_to_rabbit,
 }
 
 

@@ -26,6 +26,7 @@ from streamfw_rabbit.settings import TransportOption
 
 from .apps import all_settled
 from .harness import Sample, Window
+from .jobs import fresh
 from .process import BATCH, PUBLISHERS, Here, Job, Order, body, main, noop, noop_batch, peer_order, spread
 from .rabbit_queue import NAME, NOTE, OUT, PREFETCH, Node, acknowledged, channel, emptied, fill, source
 
@@ -114,7 +115,7 @@ async def library(node: Node, count: int, group: int = 1) -> AsyncIterator[None]
 async def app(
     node: Node, count: int, transport: TransportOption, handler: Any = noop, **options: Any
 ) -> AsyncIterator[None]:
-    marked = subscriber(source(), **options)(handler)
+    marked = subscriber(source(), **options)(fresh(handler))
     made = App(marked, brokers={"default": RabbitBroker(node.url, transport=transport)})
     async with made.running():
         await all_settled(made, count)

@@ -18,9 +18,23 @@ from streamfw_rabbit import RabbitBroker, RabbitQueue
 from tests.services._rabbit_control import evaluate, term
 from tests.services.rabbit import OwnRabbit, own, run_directory
 
+from .jobs import fresh
 from .process import body, noop
 
-__all__ = ["NAME", "NOTE", "OUT", "PREFETCH", "Node", "acknowledged", "channel", "emptied", "fill", "server", "source"]
+__all__ = [
+    "NAME",
+    "NOTE",
+    "OUT",
+    "PREFETCH",
+    "Node",
+    "acknowledged",
+    "channel",
+    "emptied",
+    "fill",
+    "prepare",
+    "server",
+    "source",
+]
 
 NAME, OUT = "bench-orders", "bench-receipts"
 PREFETCH = 1000
@@ -30,10 +44,12 @@ PATIENCE = 20_000  # milliseconds
 
 
 class Node(msgspec.Struct):
-    """How a node is reached: its URL, and the directory by which it answers questions (see `evaluate`)."""
+    """How a vhost of a node is reached: its URL, and the directory by which the node answers questions (see
+    `evaluate`)."""
 
     url: str
     home: str
+    vhost: str = "/"
 
     @classmethod
     def of(cls, server: str) -> Node:
@@ -53,7 +69,7 @@ def server() -> Iterator[tuple[Node, int, str]]:
     """One node with the queues, its process, and its version."""
     with own(run_directory(f"bench-{os.getpid()}")) as running:
         node = Node(running.facts.url, str(running.facts.home))
-        yield node, _process(running), asyncio.run(_prepare(node))
+        yield node, _process(running), asyncio.run(prepare(node))
 
 
 def _process(running: OwnRabbit) -> int:
@@ -62,9 +78,9 @@ def _process(running: OwnRabbit) -> int:
     return int(found)
 
 
-async def _prepare(node: Node) -> str:
+async def prepare(node: Node) -> str:
     """Declare what is there; return the server's version. The queue to read is as an app declares it, for everybody."""
-    async with App(subscriber(source())(noop), brokers={"default": RabbitBroker(node.url)}).running():
+    async with App(subscriber(source())(fresh(noop)), brokers={"default": RabbitBroker(node.url)}).running():
         pass
     async with channel(node) as asking:
         await asking.queue_declare(OUT, durable=True, arguments={"x-queue-type": "quorum"})
@@ -104,18 +120,19 @@ async def fill(node: Node, count: int) -> None:
 # -- what the server says
 
 
-async def acknowledged(node: Node) -> None:
+async def acknowledged(node: Node, patience: int = PATIENCE) -> None:
     """Wait until the queue to read has nothing any more, neither waiting nor unacknowledged.
 
-    It waits on the server, within one question to the leader's own state: what the management and `queue.declare` say
-    of a quorum queue is seconds old, or counts only what waits. Raises `RabbitServerError` when it takes 20 s.
+    It waits there, within one question to the leader's own state: what the management and `queue.declare` say
+    of a quorum queue is seconds old, or counts only what waits. Raises `RabbitServerError` when it takes more than
+    `patience` milliseconds.
     """
     total = "fun rabbit_fifo:query_messages_total/1"
     await asyncio.to_thread(
         evaluate,
         Path(node.home),
-        f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, {term(NAME)})),'
+        f"{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r({term(node.vhost)}, queue, {term(NAME)})),"
         f"Left = fun() -> {{ok, {{_, N}}, _}} = ra:leader_query(amqqueue:get_pid(Q), {total}), N end,"
-        "Wait = fun Wait(0) -> error({still, Left()}); Wait(Looks) -> case Left() of 0 -> ok;"
-        f" _ -> timer:sleep(1), Wait(Looks - 1) end end, Wait({PATIENCE})",
+        "Wait = fun Wait(Looks) -> case Left() of 0 -> ok; N when Looks =:= 0 -> error({still, N});"
+        f" _ -> timer:sleep(1), Wait(Looks - 1) end end, Wait({patience})",
     )
