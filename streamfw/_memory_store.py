@@ -307,7 +307,7 @@ class Store:
     def add(self, message: Outgoing, size: int, stamp: float) -> None:
         """Store one message for every group of its topic."""
         due = self.clock() + message.delay if message.delay > 0 else None
-        self._put_everywhere(message, size, stamp, self.queues(message.name).values(), due)
+        self._put(message, size, stamp, None, due)
 
     def bury(self, stored: Stored, attempt: int, queue: Queue, name: str, outcome: DeadLetter) -> None:
         """Move a message that `queue` handed out, and that failed at `attempt`, to the dead letters at `name`.
@@ -321,7 +321,7 @@ class Store:
             name=name, body=stored.body, message_id=stored.message_id, key=stored.key, headers=headers,
             priority=stored.priority,
         )  # fmt: skip
-        self._put_everywhere(letter, stored.size, stored.timestamp, self.queues(name).values(), None)
+        self._put(letter, stored.size, stored.timestamp, None, None)
         self.free(1, stored.size)
 
     def unbury(self, letter: Stored) -> bool:
@@ -334,16 +334,17 @@ class Store:
             name=name, body=letter.body, message_id=letter.message_id, key=letter.key,
             headers=original_headers(letter.headers), priority=letter.priority,
         )  # fmt: skip
-        self._put_everywhere(again, letter.size, letter.timestamp, [self.register(name, group)], None)
+        self._put(again, letter.size, letter.timestamp, [self.register(name, group)], None)
         return True
 
-    def _put_everywhere(
-        self, message: Outgoing, size: int, stamp: float, queues: Iterable[Queue], due: float | None
+    def _put(
+        self, message: Outgoing, size: int, stamp: float, queues: Iterable[Queue] | None, due: float | None
     ) -> None:
+        """Into these queues; None: those of its name."""
         self._seq += 1
-        for queue in queues:
+        for queue in self.queues(message.name).values() if queues is None else queues:
             stored = Stored(
-                self._seq, message.name, message.body, message.message_id, message.key, message.headers,
+                self._seq, queue.name, message.body, message.message_id, message.key, message.headers,
                 message.priority, stamp, size,
             )  # fmt: skip
             queue.put(stored, due)

@@ -39,12 +39,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from .errors import BrokerError, PublishError, SettleError, Unsupported, redact
-from .message import Message, Outgoing
+from .message import Headers, Message, Outgoing
 from .outcome import Outcome
 
 __all__ = [
@@ -58,6 +58,8 @@ __all__ = [
     "Order",
     "Position",
     "PumpControl",
+    "Route",
+    "Routed",
     "Settlement",
     "Source",
     "Subscription",
@@ -174,6 +176,27 @@ class PumpControl(Protocol):
         than that, `look` is called, which marks what is lost and vouches again. A source vouches from a timer, well
         within the time; who comes too late is a process that was stopped, or whose event loop a handler blocked. There
         the timers that would have marked it are late as well, and workers must not begin before them."""
+
+
+Route: TypeAlias = Callable[[str | None, Headers], bool]
+"""Whether a message with this key and these headers is taken."""
+
+
+@runtime_checkable
+class Routed(Protocol):
+    """A source object that says by which other names messages reach it. Any object that has this method is one.
+
+    Where the server leads what is published to a name by rules (bindings, patterns), `streamfw.testing.TestApp` follows
+    them by what the source objects say, so that in memory a message reaches whom it reaches on the server.
+    """
+
+    def routes(self) -> Mapping[str, Route]:
+        """The other names that lead to it, and for each of them which messages do.
+
+        Such a name leads nowhere else, but to those who subscribe to it as a plain name: also an object that has it as
+        its `name` is reached by its own routes only. A message that is taken is taken once. Raises `ValueError` for a
+        malformed object, and `Unsupported` where only the server knows.
+        """
 
 
 class Subscription:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from streamfw.broker import Capabilities, Position, Subscription
+from streamfw.broker import Capabilities, Position, Route, Subscription
 from streamfw.message import ORIGIN_OFFSET, Headers
 from streamfw.positions import Watermark
 
@@ -100,6 +100,10 @@ class Stream(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             prefetch=self.prefetch,
             key=self.key,
         )
+
+    def routes(self) -> Mapping[str, Route]:
+        """See `streamfw.broker.Routed`: its bindings."""
+        return self.queue().routes()
 
     def queue_arguments(self) -> dict[str, FieldValue]:
         """The arguments it is declared with."""

@@ -1,7 +1,8 @@
 """The memory broker that stands in for an app's own.
 
-It takes what was written for another broker by its meaning: a source object by its name, ``ordered_by="partition"`` as
-a topic of one partition, a transaction from whoever the test says. What it cannot mean is a mistake, told at build.
+It takes what was written for another broker by its meaning: a source object by its name and by what it says of others
+(`streamfw.broker.Routed`), ``ordered_by="partition"`` as a topic of one partition, a transaction from whoever the test
+says. What it cannot mean is a mistake, told at build.
 """
 
 from __future__ import annotations
@@ -13,25 +14,53 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import msgspec
 
-from streamfw._memory_store import Store
+from streamfw._memory_store import Queue, Store
 from streamfw.broker import (
     Capabilities,
     Connection,
     Delivery,
     Health,
+    Routed,
     Settlement,
     Source,
     Subscription,
     UnitOfWork,
 )
-from streamfw.errors import LeaseLost, SettleError
+from streamfw.errors import LeaseLost, SettleError, Unsupported
 from streamfw.memory import MemoryBroker, MemoryConnection
+from streamfw.message import Outgoing
 from streamfw.outcome import ACK, Ack, Outcome
+
+from ._routes import Routes
 
 __all__ = ["StandIn", "TransactionFactory"]
 
 TransactionFactory = Callable[[], AbstractAsyncContextManager[object]]
 logger = logging.getLogger("streamfw")
+
+
+class RoutedStore(Store):
+    """A store that also leads messages by the routes of source objects. What reaches nobody waits, as in any store, at
+    its name where nobody has that, and is gone otherwise."""
+
+    __slots__ = ("routes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routes = Routes()
+
+    def _put(
+        self, message: Outgoing, size: int, stamp: float, queues: Iterable[Queue] | None, due: float | None
+    ) -> None:
+        if queues is None:
+            queues = self._reached(message)
+        super()._put(message, size, stamp, queues, due)
+
+    def _reached(self, message: Outgoing) -> Iterable[Queue]:
+        reached = self.routes.reached(message.name, message.key, message.headers)
+        groups = {(subscription.name, subscription.group) for subscription in reached}
+        found = [queue for name, group in groups if (queue := self.topics.get(name, {}).get(group)) is not None]
+        return found if found or self.has_groups(message.name) else self.queues(message.name).values()
 
 
 class StandIn(MemoryBroker):
@@ -40,6 +69,7 @@ class StandIn(MemoryBroker):
     def __init__(self, name: str, clock: Callable[[], float] | None, transaction: TransactionFactory | None) -> None:
         super().__init__()
         self.name, self.transaction = name, transaction
+        self._store = self.store = RoutedStore()
         if clock is not None:
             self._store.clock = clock
 
@@ -54,6 +84,11 @@ class StandIn(MemoryBroker):
     def mistakes(self, subscription: Subscription) -> Iterable[str]:
         if not subscription.group:
             yield "a group needs a name"
+        if isinstance(source := subscription.source, Routed):
+            try:
+                source.routes()
+            except (ValueError, Unsupported) as error:
+                yield str(error)
         if subscription.transactional and self.transaction is None:
             yield (
                 "transactional=True: memory has no transactions; say what its handler gets, TestApp(app, "
@@ -84,6 +119,7 @@ class _StandInConnection(MemoryConnection):
         self._stand_in = broker
 
     async def open(self, subscription: Subscription) -> Source:
+        self._stand_in.store.routes.add(subscription)
         if subscription.ordered_by != "partition" and not subscription.transactional:
             return await super().open(subscription)
         understood = copy.copy(subscription)

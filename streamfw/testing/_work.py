@@ -31,6 +31,7 @@ from streamfw.runtime.pump import Pump
 
 from ._clock import VirtualClock
 from ._records import Outbox, Watched, deliveries_of
+from ._routes import Routes
 
 __all__ = ["Expected", "NotSettled", "Work"]
 
@@ -52,23 +53,27 @@ class Expected:
 
     def __init__(self, watched: Sequence[Watched]) -> None:
         self._watched = watched
+        self._numbers = {id(one.built.subscription): number for number, one in enumerate(watched)}
         self._due: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self._routes: dict[str, Routes] = defaultdict(Routes)
+        for one in watched:
+            self._routes[one.built.broker].add(one.built.subscription)
 
     def sending(self, broker: str, message: Outgoing) -> None:
-        self._expect(broker, message.name, message.message_id, message.delay)
+        self._expect(broker, message.name, message, message.delay)
 
     def refused(self, broker: str, message: Outgoing) -> None:
-        for number in self._subscribers(broker, message.name):
+        for number in self._subscribers(broker, message.name, message):
             if dues := self._due[number, message.message_id]:
                 dues.pop()
 
-    def _subscribers(self, broker: str, name: str | None) -> list[int]:
-        subscriptions = [(one.built.broker, one.built.subscription.name) for one in self._watched]
-        return [number for number, of in enumerate(subscriptions) if of == (broker, name)]
+    def _subscribers(self, broker: str, name: str, message: Message | Outgoing) -> list[int]:
+        reached = self._routes[broker].reached(name, message.key, message.headers)
+        return [self._numbers[id(subscription)] for subscription in reached]
 
-    def _expect(self, broker: str, name: str | None, message_id: str, delay: float) -> None:
-        for number in self._subscribers(broker, name):
-            self._due[number, message_id].append(time.monotonic() + delay)
+    def _expect(self, broker: str, name: str, message: Message | Outgoing, delay: float) -> None:
+        for number in self._subscribers(broker, name, message):
+            self._due[number, message.message_id].append(time.monotonic() + delay)
 
     def ended(self, one: Watched, message: Message, outcome: Outcome) -> None:
         dues = self._due[self._watched.index(one), message.message_id]
@@ -77,7 +82,7 @@ class Expected:
         if isinstance(outcome, Retry):
             dues.append(time.monotonic() + (outcome.after or 0.0))
         elif isinstance(outcome, DeadLetter) and one.built.capabilities.dead_letter:
-            self._expect(one.built.broker, one.built.subscription.dead_letter, message.message_id, 0.0)
+            self._expect(one.built.broker, one.built.subscription.dead_letter or "", message, 0.0)
 
     def missing(self) -> list[str]:
         """What should have come by now and is not in anybody's hands, in words."""

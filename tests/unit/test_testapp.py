@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, assert_type
 
@@ -33,6 +33,7 @@ from streamfw import (
     subscriber,
 )
 from streamfw.memory import MemoryBroker
+from streamfw.message import Headers
 from streamfw.testing import NotSettled, Published, Received, TestApp
 from tests.helpers import eventually
 
@@ -468,6 +469,75 @@ async def test_a_source_of_another_broker_runs_by_its_name() -> None:
             await tb.publish("orders", Order(number), broker="shop", key=str(number))
         await tb.settle()
         assert order_of == [0, 1, 2, 3] and [one.value.id for one in tb.received(ship)] == [0, 1, 2, 3]
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """A source object that takes what was published to `via` with a key in `keys`, and what has the header `tenant`."""
+
+    name: str
+    via: str = "events"
+    keys: tuple[str | None, ...] = ()
+    tenant: str = ""
+    wrong: str = ""
+
+    def routes(self) -> Mapping[str, Callable[[str | None, Headers], bool]]:
+        if self.wrong:
+            raise ValueError(self.wrong)
+        return {self.via: self._takes, "all": lambda key, headers: True}
+
+    def _takes(self, key: str | None, headers: Headers) -> bool:
+        return key in self.keys or (bool(self.tenant) and headers.get("tenant") == self.tenant)
+
+
+async def test_a_source_that_says_by_which_names_messages_reach_it() -> None:
+    async def take(order: Order) -> None:
+        if order.id == 9:
+            raise Boom
+
+    def taking(name: str, source: object, **options: Any) -> Any:
+        async def taking(order: Order) -> None:
+            await take(order)
+
+        taking.__name__ = name
+        return subscriber(source, **options)(taking)
+
+    app = App(
+        taking("one", Bound("one", keys=("a", "b")), attempts=1),
+        taking("two", Bound("two", keys=("b", None), tenant="tea"), group="others"),
+        taking("same", Bound("events", via="elsewhere")),
+        taking("plain", "elsewhere"),
+        taking("dead", Bound("dead", via="one.dead", keys=("a",))),
+        brokers={"default": "postgres://nobody@nowhere.invalid/shop"},
+    )
+    async with TestApp(app) as tb:
+        options: list[dict[str, Any]] = [{"key": "a"}, {"key": "b"}, {}, {"key": "c"}, {"headers": {"tenant": "tea"}}]
+        for number, given in enumerate(options):
+            await tb.publish("events", Order(number), **given)
+        for number, name in enumerate(("one", "elsewhere", "all"), 5):
+            await tb.publish(name, Order(number))
+        await tb.publish("events", Order(9), key="a")
+        with tb.expect(Boom):
+            await tb.settle()
+
+        def ids(who: str) -> list[int]:
+            return [one.value.id for one in tb.received(who)]
+
+        assert {who: ids(who) for who in ("one", "two", "same", "plain", "dead")} == {
+            "one": [0, 1, 5, 7, 9],
+            "two": [1, 2, 4, 7],
+            "same": [7],  # its own name leads elsewhere
+            "plain": [6],
+            "dead": [7, 9],
+        }
+        assert {one.message.name for one in tb.received("one")} == {"one"}
+
+
+async def test_a_source_that_cannot_say_it_is_a_mistake() -> None:
+    async def take(order: Order) -> None: ...
+
+    with pytest.raises(ExceptionGroup, match="no such thing"):
+        async with TestApp(App(subscriber(Bound("one", wrong="no such thing"))(take))):
+            pass
 
 
 async def test_what_memory_cannot_honour_is_refused() -> None:
