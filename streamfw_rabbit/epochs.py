@@ -38,6 +38,7 @@ from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnav
 from ._base import told
 from ._epoch import Epoch
 from ._gets import GettingChannel
+from ._quiet import QuietConnection
 from ._transport import SocketFactory
 from .channel import Channel, Closed
 from .errors import DRIVER_ERRORS, AccessRefused, closing_error, translated
@@ -55,6 +56,8 @@ Listener: TypeAlias = "Callable[[Epoch | None, Closed | None], None]"
 _STABLE: Final = 1.0
 # The share of an outage that is waited for at most until the next attempt.
 _SHARE: Final = 0.2
+# Seconds without a connection after which that is told again, and then after twice as many.
+_TOLD: Final = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,7 @@ class Epochs:
         self._closed = False
         self._changed: asyncio.Future[None] | None = None
         self._down = 0.0  # seconds without a connection, in this outage
+        self._told = 0.0  # of them, when to tell again
         self._host = 0
         self._disposing: set[asyncio.Task[None]] = set()
         self._fast = options.transport == "fast" or (options.transport == "auto" and is_available())
@@ -244,8 +248,7 @@ class Epochs:
                 self._tell(None, None)
                 return
             except BrokerError as error:
-                self.last_error = error
-                log.log(logging.INFO if self._down else logging.WARNING, "RabbitMQ: %s", error)
+                self._note_failure(error)
                 await asyncio.sleep(self._pause())
                 self._down += loop.time() - began
                 continue
@@ -275,6 +278,15 @@ class Epochs:
             self._fast = False
             raise BrokerUnavailable(f"the fast lane does not work here, going on without: {error!r}") from error
 
+    def _note_failure(self, error: BrokerError) -> None:
+        """An outage that lasts is told ever more rarely: whoever asks gets `describe`."""
+        self.last_error = error
+        if self._down >= self._told:
+            self._told = max(_TOLD, 2 * self._down)
+            # Before the first connection whoever waits for it is told, and tells.
+            level = logging.WARNING if self.connects else logging.DEBUG
+            log.log(level, "RabbitMQ connection %r is down for %.0f s: %s", self.options.name, self._down, error)
+
     def _where(self) -> tuple[str, int]:
         return self.options.hosts[self._host % len(self.options.hosts)]
 
@@ -286,7 +298,10 @@ class Epochs:
     def _up(self, epoch: Epoch) -> None:
         self.connects += 1
         self._current = epoch
+        if self.connects > 1:
+            log.info("RabbitMQ connection %r is up again: %s", self.options.name, epoch.where)
         self.last_error = None
+        self._told = 0.0
         self._host -= 1  # this one, first, when it comes to that
         epoch.on_blocked = self._blocked
         self._tell(epoch, None)
@@ -329,7 +344,7 @@ async def _connect(options: ConnectionOptions, where: tuple[str, int], number: i
     factory = LaneFactory() if fast else SocketFactory()
     # Its own properties stay: with "capabilities" among these the server would not tell of blocking, and of cancels.
     named: dict[str, Any] = {"connection_name": options.name, "product": "streamfw"}
-    library = aiormq.Connection(options.url(host, port), transport_factory=factory, client_properties=named)
+    library = QuietConnection(options.url(host, port), transport_factory=factory, client_properties=named)
     kind = FastEpoch if fast else LibraryEpoch
     try:
         async with asyncio.timeout(options.timeout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import Iterator
@@ -88,6 +89,45 @@ async def test_a_socket_that_is_cut(rabbit: Rabbit, transport: TransportName) ->
         await r.epochs.connected(10)
         assert r.ends == [closed]
         assert await publish(await r.channel(confirms=True), "q", b"x") == [None]
+
+
+async def test_an_end_is_told_once_and_an_outage_ever_more_rarely(
+    rabbit: Rabbit, transport: TransportName, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(module, "_TOLD", 0.25)
+    foreign = await aiormq.connect(rabbit.url)
+    try:
+        async with (
+            Proxy.to_tcp(rabbit.host, rabbit.port) as proxy,
+            rig(rabbit.at(proxy.host, proxy.port), transport, backoff=(0.01, 0.01)) as r,
+        ):
+            await r.queue()
+            await r.consumer()
+            tries = 0
+            real = module._connect
+
+            async def counted(*arguments: Any) -> Any:
+                nonlocal tries
+                tries += 1
+                return await real(*arguments)
+
+            monkeypatch.setattr(module, "_connect", counted)
+            await proxy.refuse()
+            await asyncio.to_thread(rabbit.close_connections)
+            await eventually(lambda: foreign.is_closed and r.epochs._down > 1.0)
+            await proxy.listen()
+            await r.epochs.connected(10)
+    finally:
+        await foreign.close()
+    ours = [record for record in caplog.records if record.name == "streamfw.rabbit"]
+    assert tries > 20
+    # Ended; down for 0, 0.25, 0.5 and 1 s; up again.
+    assert 4 <= len(ours) <= 7, [record.getMessage() for record in ours]
+    assert "is up again" in ours[-1].getMessage()
+    theirs = [record for record in caplog.records if record.name.startswith("aiormq")]
+    assert {id(record.args[0]) for record in theirs if record.args} == {id(foreign)}  # type: ignore[index]
+    assert sum(record.exc_info is not None for record in theirs) == 1
 
 
 async def test_a_peer_that_fell_silent(rabbit: Rabbit) -> None:

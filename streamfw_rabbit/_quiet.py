@@ -1,0 +1,53 @@
+"""The library's connection, without the records of what is told here.
+
+aiormq logs each connection that ends, as an error and with a traceback, each blocking, and each consumer that the
+server ends. These are part of any service's life, and `epochs` and `source` say what is made of them. Other users of
+aiormq in the process keep their records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import aiormq
+
+__all__ = ["QuietConnection"]
+
+
+class QuietConnection(aiormq.Connection):
+    """A connection of ours."""
+
+    def _on_reader_done(self, task: asyncio.Task[Any]) -> None:
+        _filter.ours = True  # this record does not name its connection
+        try:
+            super()._on_reader_done(task)
+        finally:
+            _filter.ours = False
+
+
+class _Filter(logging.Filter):
+    TOLD = (
+        'Unexpected connection close from remote "%s", Connection.Close(reply_code=%r, reply_text=%r)',
+        "Connection %r was blocked by: %r",
+        "Connection %r was unblocked",
+        "Server connection %r was stuck. No frames were received in %d seconds.",
+        "Consumer %r cancelled by the broker on %r",
+    )
+
+    ours = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self.ours:
+            return record.levelno < logging.WARNING
+        return record.msg not in self.TOLD or not any(map(_is_ours, record.args or ()))
+
+
+def _is_ours(argument: object) -> bool:
+    return isinstance(getattr(argument, "connection", argument), QuietConnection)
+
+
+_filter = _Filter()
+for _module in ("connection", "channel"):
+    logging.getLogger(f"aiormq.{_module}").addFilter(_filter)
