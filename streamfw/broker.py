@@ -56,6 +56,7 @@ __all__ = [
     "Delivery",
     "Health",
     "Order",
+    "Placed",
     "Position",
     "PumpControl",
     "Route",
@@ -197,6 +198,14 @@ class Routed(Protocol):
         its `name` is reached by its own routes only. A message that is taken is taken once. Raises `ValueError` for a
         malformed object, and `Unsupported` where only the server knows.
         """
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A source object that says where its messages wait. Any object that has this method is one; see `Broker.place`."""
+
+    def place(self, group: str) -> Hashable:
+        """What holds the messages of a group."""
 
 
 class Subscription:
@@ -495,6 +504,17 @@ class Broker(ABC):
         """
         if subscription.source is not None:
             yield f"{type(subscription.source).__name__} is not a source of {type(self).__name__}"
+
+    def place(self, subscription: Subscription) -> Hashable:
+        """What holds the messages of a subscription: those that have the same one compete for them. So it is a mistake,
+        told at build, for two of one app that do not have the same name and group. Asked before any I/O, also for
+        subscriptions that are mistaken.
+
+        By default each group of a name has its own, unless the source object says otherwise (`Placed`).
+        """
+        source = subscription.source
+        own = (subscription.name, subscription.group)
+        return source.place(subscription.group) if isinstance(source, Placed) else own
 
     def decoder(self, subscription: Subscription, annotation: object) -> Callable[[Any], Any] | None:
         """How this subscription's bodies become `annotation`; None: they are bytes, and the codec does it."""

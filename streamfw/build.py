@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .broker import Broker, Capabilities, Source, Subscription
+from .broker import Broker, Capabilities, Placed, Source, Subscription
 from .calls import in_a_task, publishing, putting_aside
 from .codec import Codec, JsonCodec
 from .config import Settings, SubscriberSettings, make_broker, near, options_for
@@ -98,6 +98,7 @@ class Builder:
         self._errors: list[StreamError] = list(mistakes)
         self._brokers: dict[str, Broker] = {}
         self._publishers: list[Publisher[Any]] = []
+        self._places: dict[tuple[str, Hashable], tuple[str, Subscription]] = {}
         self._member = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
 
     def build(self, declared: Sequence[Declaration], publishers: Sequence[Publisher[Any]]) -> Built:
@@ -193,6 +194,7 @@ class Builder:
             self._signature_only(d)
             return None
         subscription = self._subscription(d)
+        self._check_place(d, subscription, broker.place(subscription))
         capabilities = broker.capabilities_of(subscription)
         for mistake in (*_unhonoured(d, capabilities), *broker.mistakes(subscription)):
             self._wrong(d, mistake)
@@ -248,6 +250,16 @@ class Builder:
             transactional=d.transactional,
             member=self._member,
         )
+
+    def _check_place(self, d: Declaration, subscription: Subscription, place: Hashable) -> None:
+        """Two groups that take from one queue would compete for its messages, where each is to get all of them."""
+        where, other = self._places.setdefault((d.broker, place), (d.where, subscription))
+        if (other.name, other.group) != (subscription.name, subscription.group):
+            self._wrong(
+                d,
+                f"{where} of group {other.group!r} takes from the same queue as this one of group "
+                f"{subscription.group!r}; each message would reach one of them by chance: give each a queue of its own",
+            )
 
     def _compile(self, d: Declaration, decoder: Callable[[Any], Callable[[Any], Any] | None]) -> Compiled | None:
         codec = d.codec or self._codec
@@ -360,10 +372,11 @@ class Builder:
             group = d.group if d.group is not None else self._settings.name
             key = (d.broker, d.name, group)
             if d.name and key in seen:
+                own = "queue" if isinstance(d.source, Placed) else "group="
                 self._wrong(
                     d,
                     f"{seen[key].where} subscribes to the same name in the same group {group!r}; each "
-                    "message would reach one of them by chance: give one a group= of its own",
+                    f"message would reach one of them by chance: give one a {own} of its own",
                 )
             seen.setdefault(key, d)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Hashable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from .publish import REPLY_TO
 from .queue import Declare, RabbitQueue
 from .settings import Auth, Settings, TransportOption, parsed
 from .streams import Stream, capabilities_of_stream
-from .topology import retries
+from .topology import group_queue, retries
 
 __all__ = ["RabbitBroker"]
 
@@ -119,6 +119,11 @@ class RabbitBroker(Broker):
             retry=known and retries(subscription, self._settings),
             priorities=isinstance(source, RabbitQueue) and source.priorities is not None,
         )
+
+    def place(self, subscription: Subscription) -> Hashable:
+        """A queue, which a plain name has for each group, and a `RabbitQueue` for all of them."""
+        plain = subscription.source is None
+        return group_queue(subscription.name, subscription.group) if plain else super().place(subscription)
 
     def mistakes(self, subscription: Subscription) -> Iterable[str]:
         """See `Broker.mistakes`."""

@@ -58,8 +58,8 @@ class Binding(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """A queue as it is: ``@subscriber(RabbitQueue("emails", bind="mail.*", exchange=Exchange("events")))``.
 
-    Who subscribes to it competes, whatever their groups; what is published to it by name goes into it (where no
-    exchange has that name).
+    Who subscribes to it competes, whatever their groups (two groups in one app are a mistake); what is published to it
+    by name goes into it (where no exchange has that name).
 
     - `name`: the queue's name.
     - `type`: ``quorum`` (replicated, the default) or ``classic``.
@@ -129,6 +129,10 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
                 raise ValueError(f"exchange={own.name!r} without bind=: a {own.type} exchange needs keys")
             return [Binding(own)]
         return [_binding(one, own) for one in given]
+
+    def place(self, group: str) -> str:
+        """See `streamfw.broker.Placed`: the queue, whatever the group."""
+        return str(self.name)
 
     def routes(self) -> Mapping[str, Route]:
         """See `streamfw.broker.Routed`: the exchanges that it is bound to."""

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from streamfw import App, subscriber
-from streamfw.broker import Order, Subscription
+from streamfw.broker import Broker, Order, Subscription
 from streamfw.errors import BrokerRefused
-from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue, Stream
+from streamfw.testing._memory import StandIn
+from streamfw_rabbit import Exchange, MemoryOffsets, RabbitBroker, RabbitQueue, Stream
 from streamfw_rabbit.queue import Binding, Declare
 from streamfw_rabbit.settings import parsed
 from streamfw_rabbit.topology import group_queue, plan_of, retries
@@ -28,6 +29,29 @@ def mistakes(source: object, name: str = "q", **options: Any) -> list[str]:
 
 def arguments(source: RabbitQueue, **options: Any) -> dict[str, Any]:
     return plan_of(Subscription(source.name, source=source, **options), SETTINGS).arguments
+
+
+def test_two_groups_on_one_queue_are_a_mistake_on_the_server_and_in_memory() -> None:
+    def app(*sources: tuple[object, str], broker: Broker = BROKER) -> App:
+        async def first(body: str) -> None: ...
+        async def second(body: str) -> None: ...
+
+        marks = (
+            subscriber(one, group=group)(take) for (one, group), take in zip(sources, (first, second), strict=True)
+        )
+        return App(*marks, brokers={"default": broker})
+
+    def refused(*sources: tuple[object, str], broker: Broker = BROKER) -> None:
+        with pytest.raises(ExceptionGroup, match=r"takes from the same queue.*give each a queue of its own"):
+            app(*sources, broker=broker).build()
+
+    refused((RabbitQueue("billing"), "a"), (RabbitQueue("billing", prefetch=5), "b"))
+    refused((RabbitQueue("billing"), "a"), (RabbitQueue("billing"), "b"), broker=StandIn("default", None, None))
+    refused(("orders", "a"), (RabbitQueue("orders.a"), "a"))
+    app((RabbitQueue("billing-a", exchange=EVENTS, bind="#"), "a"), (RabbitQueue("billing-b"), "b")).build()
+    app(("orders", "a"), ("orders", "b")).build()
+    store = MemoryOffsets()
+    app((Stream("log", store=store), "a"), (Stream("log", store=store), "b")).build()  # each reads all of it
 
 
 # ---------------------------------------------------------------------- what it becomes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
@@ -29,7 +29,9 @@ from streamfw import (
     UnitConnection,
     subscriber,
 )
+from streamfw.broker import Subscription
 from streamfw.errors import NotRunning
+from streamfw.memory import MemoryBroker
 
 
 class Order(msgspec.Struct):
@@ -296,6 +298,37 @@ def test_twins() -> None:
     assert "ship('orders') subscribes to the same name in the same group 'default'" in found
     assert "give one a group= of its own" in found
     App(marked(), marked(audit, group="audit")).build()
+
+
+class Shared(msgspec.Struct, frozen=True):
+    name: str
+
+    def place(self, group: str) -> str:
+        return self.name
+
+
+def test_groups_that_take_from_one_queue_are_a_mistake() -> None:
+    class Broker(MemoryBroker):
+        def mistakes(self, subscription: Subscription) -> Iterable[str]:
+            return ()
+
+    def app(*groups: str, brokers: Sequence[str] = ("default", "default"), name: str = "billing") -> App:
+        async def first(order: Order) -> None: ...
+        async def second(order: Order) -> None: ...
+
+        sources = (Shared("billing"), Shared(name))
+        marks = [
+            subscriber(source, group=group, broker=broker)(handler)
+            for source, group, broker, handler in zip(sources, groups, brokers, (first, second), strict=True)
+        ]
+        return App(*marks, brokers={"default": Broker(), "other": Broker()})
+
+    found = mistake(app("a", "b"))
+    assert "second('billing'): " in found and "first('billing') of group 'a' takes from the same queue" in found
+    assert "as this one of group 'b'" in found and "give each a queue of its own" in found
+    assert "give one a queue of its own" in mistake(app("a", "a"))
+    app("a", "b", name="other").build()
+    app("a", "b", brokers=("default", "other")).build()
 
 
 def test_twins_of_other_brokers_are_none() -> None:
