@@ -127,7 +127,7 @@ async def acknowledged(node: Node, patience: int = PATIENCE) -> None:
     of a quorum queue is seconds old, or counts only what waits. Raises `RabbitServerError` when it takes more than
     `patience` milliseconds.
     """
-    total = "fun rabbit_fifo:query_messages_total/1"
+    total = "{rabbit_fifo, query_messages_total, []}"
     await asyncio.to_thread(
         evaluate,
         Path(node.home),

@@ -209,7 +209,7 @@ class Faults:
         """Also nothing that is out and not acknowledged."""
         told = self._server.facts.evaluate(
             f'{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>)),'
-            "{_, {_, Total}, _} = ra:local_query(amqqueue:get_pid(Q), fun rabbit_fifo:query_messages_total/1), Total"
+            "{_, {_, Total}, _} = ra:local_query(amqqueue:get_pid(Q), {rabbit_fifo, query_messages_total, []}), Total"
         )
         return told == "0"
 
