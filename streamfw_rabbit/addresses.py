@@ -1,9 +1,10 @@
 """Reply addresses that strangers give: tried apart before they are trusted.
 
 A direct reply address holds, encoded, the process of the server that the reply is to be sent to. One that does not
-decode, or names a node that there is not, ends the connection of whoever publishes to it (541, seen on 3.10.8), with
-all that is under way there. And it comes from the sender of a request. So the first reply to an address goes out alone,
-on a connection for this purpose; once one has been confirmed, the next ones go with everything else.
+decode, or names a node that there is not, ends the connection of whoever publishes to it (541; seen on 3.10.8,
+and not on 4.0.5), with all that is under way there. And it comes from the sender of a request. So the first reply to an
+address goes out alone, on a connection for this purpose; once one has been confirmed, the next ones go with everything
+else.
 """
 
 from __future__ import annotations
