@@ -13,7 +13,8 @@ Theory of operation
     lock keeps others off; what comes of it is a repetition.
 
     rstream's `Client` is the connection itself, without recovery: what has failed once is thrown away. One that was
-    lost it does not close, so that is done here.
+    lost it does not close, so that is done here; and who asks it then, or waits for its answer, would wait in vain, so
+    we ask it before, and have it tell us.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class _InStream(Bookmark):
     def __init__(self, offsets: ServerOffsets, place: Place) -> None:
         self._offsets, self._place = offsets, place
         self._client: Client | None = None
+        self._lost: asyncio.Future[None] | None = None  # when the present client's connection ends
         self._ours: set[int | None] = set()  # what is there may be of us; several, while it is not known what arrived
         self._closed = False
 
@@ -125,9 +127,13 @@ class _InStream(Bookmark):
 
     async def _do(self, work: Awaitable[_T]) -> _T:
         """In time, or on no connection that is used again. Raises a `BrokerError`."""
+        lost = self._lost = asyncio.get_running_loop().create_future()
         whole = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({whole}, timeout=self._offsets.timeout)
+            waiting = {whole, lost}
+            await asyncio.wait(waiting, timeout=self._offsets.timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done() and lost.done():
+                raise BrokerUnavailable(f"{self._offsets!r}: the connection was lost")
             if not whole.done():
                 raise BrokerUnavailable(f"{self._offsets!r}: no answer for {self._offsets.timeout:g} s")
             return whole.result()
@@ -142,6 +148,8 @@ class _InStream(Bookmark):
     async def _connected(self) -> Client:
         if self._closed:
             raise BrokerClosed("this bookmark was closed")
+        if self._client is not None and not self._client.is_connection_alive():
+            await self._drop()
         if self._client is None:
             self._check()
             self._client = client = self._made()
@@ -159,15 +167,22 @@ class _InStream(Bookmark):
 
     def _made(self) -> Client:
         offsets = self._offsets
-        client: Client = _driver().client.Client(
+        client: Client
+
+        def closed(_: object) -> None:
+            if self._client is client and self._lost is not None and not self._lost.done():
+                self._lost.set_result(None)
+
+        client = _driver().client.Client(
             offsets.host,
             offsets.port,
             ssl_context=ssl.create_default_context(cafile=offsets.ca) if offsets.tls else None,
             frame_max=_FRAME,
             heartbeat=_HEARTBEAT,
             connection_name="streamfw stream offsets",
-            connection_closed_handler=_not_told,
+            connection_closed_handler=closed,
         )
+        client.add_stream(self._place.stream)  # else it is not told
         return client
 
     def _translated(self, error: Exception) -> BrokerError:
@@ -203,7 +218,3 @@ def _driver() -> Any:
     except ImportError as error:
         raise BrokerRefused(f"ServerOffsets: install streamfw[rabbit-stream]: {error}") from error
     return rstream
-
-
-def _not_told(_: object) -> None:
-    """Without a handler, rstream logs each connection that ends."""

@@ -351,15 +351,38 @@ async def test_a_connection_that_ended_is_made_again(rabbit: Rabbit) -> None:
         await bookmark.take()
         assert await bookmark.store(5)
         assert await asyncio.to_thread(end_stream_connections, rabbit) >= 1
-
-        async def stored() -> bool:
-            try:
-                return await bookmark.store(6)
-            except BrokerUnavailable:
-                return False
-
-        await eventually(stored)
+        await eventually(lambda: stored(bookmark, 6))
         assert await bookmark.take() == 6
+
+
+async def test_a_connection_to_a_stream_server_that_ends_is_noticed_at_once(rabbit: Rabbit) -> None:
+    """Not after the time that an answer may take: meanwhile nobody would read the stream."""
+    await make_stream(rabbit)
+    async with Proxy.to_tcp(rabbit.host, rabbit.stream_port) as proxy:
+        url = rabbit.stream_url.replace(f":{rabbit.stream_port}/", f":{proxy.port}/")
+        async with opened(ServerOffsets(url, timeout=600), in_stream(rabbit)) as bookmark, asyncio.timeout(20):
+            await bookmark.take()
+            proxy.black_hole()
+            storing = asyncio.create_task(bookmark.store(1))
+            client: Any = bookmark._client  # type: ignore[attr-defined]
+            await eventually(lambda: client._waiters, message="an answer is waited for")
+            proxy.cut()
+            with pytest.raises(BrokerUnavailable, match="the connection was lost"):
+                await storing
+            proxy.resume()
+            assert await bookmark.store(2)
+            proxy.cut()
+            await eventually(lambda: not proxy.connections)
+            while not await stored(bookmark, 3):
+                pass
+            assert await bookmark.take() == 3
+
+
+async def stored(bookmark: Bookmark, offset: int) -> bool:
+    try:
+        return await bookmark.store(offset)
+    except BrokerUnavailable:
+        return False
 
 
 async def test_a_stream_server_that_does_not_answer(rabbit: Rabbit) -> None:
