@@ -2,8 +2,8 @@
 
 Facts of the server (3.10.8, and but for what is noted 4.0.5 and 4.3.6, https://www.rabbitmq.com/docs/streams):
 
-- A consumer needs a prefetch, and acknowledges. A consumer without acknowledgements ends the whole *connection* (540); so
-  did ``basic.nack`` before 4.0, and before 4.3 an offset that is none (541). An acknowledgement settles nothing: it is
+- A consumer needs a prefetch, and acknowledges. One without acknowledgements ends the whole *connection* (540); so did
+  ``basic.nack`` before 4.0, and before 4.3 an offset that is none (541). An acknowledgement settles nothing: it is
   leave to send one message more.
 - It sends whole chunks, so more than the prefetch; of the first one only what is not below the offset asked for.
 - Offsets have gaps: the server notes other things in the log as well.
