@@ -75,13 +75,12 @@ def group_queue(name: str, group: str) -> str:
 
 def plan_of(subscription: Subscription, settings: Settings) -> Plan:
     """The plan of a subscription to a plain name, or to a `RabbitQueue`."""
-    given = subscription.source
-    source = given if isinstance(given, RabbitQueue) else RabbitQueue(subscription.name)
-    plain = given is None
+    queue, source = _queue_of(subscription)
+    plain = subscription.source is None
     ordered = subscription.ordered_by is not None
     return Plan(
         where=f"{subscription!r}",
-        queue=group_queue(subscription.name, subscription.group) if plain else source.name,
+        queue=queue,
         source=source,
         declare=source.declare or settings.declare,
         arguments=source.queue_arguments(settings.delivery_limit, ordered, subscription.dead_letter),
@@ -89,6 +88,14 @@ def plan_of(subscription: Subscription, settings: Settings) -> Plan:
         bindings=source.bindings(),
         dead_letter=subscription.dead_letter,
     )
+
+
+def _queue_of(subscription: Subscription) -> tuple[str, RabbitQueue]:
+    given = subscription.source
+    if isinstance(given, RabbitQueue):
+        return str(given.name), given
+    queue = group_queue(subscription.name, subscription.group) if given is None else subscription.name
+    return queue, RabbitQueue(subscription.name)
 
 
 def plain_mistakes(subscription: Subscription) -> list[str]:
@@ -116,11 +123,10 @@ def plain_mistakes(subscription: Subscription) -> list[str]:
 
 
 def retries(subscription: Subscription, settings: Settings) -> bool:
-    """Whether pauses of this subscription can be waited for on the server."""
-    plan = plan_of(subscription, settings)
-    source = plan.source
-    short = len(plan.queue) + _LADDER <= EXCHANGE_NAME
-    return plan.declare == "declare" and source.retry and source.lasting and short
+    """Whether pauses of this subscription, which may be mistaken, can be waited for on the server."""
+    queue, source = _queue_of(subscription)
+    short = len(queue) + _LADDER <= EXCHANGE_NAME
+    return (source.declare or settings.declare) == "declare" and source.retry and source.lasting and short
 
 
 # Ladders
