@@ -45,7 +45,7 @@ from .overdue import LOOKS, Overdue
 from .publish import Publishing
 from .settings import Settings
 from .settling import Tags
-from .topology import Plan, declare, queue_ladder
+from .topology import Plan, declare, declared, queue_ladder
 
 __all__ = ["RabbitSource"]
 
@@ -120,7 +120,8 @@ class RabbitSource(Source):
             self._publishing.learn(self._plan.exchange)
         channel = await epoch.channel(timeout=self._settings.connect_timeout)
         try:
-            await self._consume(channel)
+            with declared(self._plan):
+                await self._consume(channel)
         except BaseException:
             if self._channel is channel:
                 self._forget_channel()

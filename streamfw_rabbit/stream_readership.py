@@ -34,7 +34,7 @@ from .offsets import Bookmark, OffsetStore, Place
 from .settings import Settings
 from .stream_reader import Reader, Survey, survey
 from .streams import Reading, Start, Stream, lock_name, stream_plan
-from .topology import declare
+from .topology import declare, declared
 
 __all__ = ["Readership"]
 
@@ -97,8 +97,11 @@ class Readership:
                 await self._stand_by()
                 return False
             try:
-                await self._read_on(reader, epoch)
-            except BaseException:
+                with declared(self._plan):
+                    await self._read_on(reader, epoch)
+            except BaseException as error:
+                if isinstance(error, BrokerUnavailable):
+                    self._declared = None  # it may be gone
                 await reader.close()
                 raise
             return True

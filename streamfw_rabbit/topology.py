@@ -14,14 +14,15 @@ kept as long as no group has subscribed, without anybody having to know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import aiormq
 import msgspec
 
 from streamfw.broker import Subscription
-from streamfw.errors import BrokerRefused
+from streamfw.errors import BrokerRefused, BrokerUnavailable
 
 from .channel import FieldValue
 from .epochs import Epochs
@@ -34,6 +35,7 @@ from .versions import ACTIVE_BY_PRIORITY, QUORUM_PRIORITIES, Version, require, r
 __all__ = [
     "Plan",
     "declare",
+    "declared",
     "delays_of",
     "delete",
     "group_queue",
@@ -163,6 +165,34 @@ async def declare(epochs: Epochs, plan: Plan, server: Version) -> None:
         await _look(epochs, plan, server)
         return
     require_arguments(server, str(plan.arguments["x-queue-type"]), plan.arguments, plan.where)
+    with declared(plan):
+        await _declare_all(epochs, plan, server)
+
+
+@contextmanager
+def declared(plan: Plan) -> Iterator[None]:
+    """What is missing now of that which `plan` declares, somebody has just deleted: whoever tries again declares it
+    again, so it is `BrokerUnavailable`."""
+    try:
+        yield
+    except NotFound as error:
+        ours = plan.declare == "declare" and any(f"{thing} in vhost" in str(error) for thing in _things(plan))
+        if not ours:
+            raise
+        raise BrokerUnavailable(f"{error}: it was deleted after it was declared") from error
+
+
+def _things(plan: Plan) -> Iterator[str]:
+    """What it declares, as the server calls it."""
+    names = [name for name in (plan.dead_letter, plan.exchange) if name is not None]
+    yield from (f"no queue '{name}'" for name in (plan.queue, *names))
+    yield from (f"no exchange '{name}{end}'" for name in names for end in ("", _KEPT))
+    for binding in plan.bindings:
+        if (binding.exchange.declare or "declare") == "declare" and not binding.exchange.name.startswith("amq."):
+            yield f"no exchange '{binding.exchange.name}'"
+
+
+async def _declare_all(epochs: Epochs, plan: Plan, server: Version) -> None:
     # First what is most likely to be there with other properties: then nothing else has been made.
     source = plan.source
     on = epochs.apart if _may_be_denied(plan) else epochs.declarations

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from streamfw import App, subscriber
 from streamfw.broker import Subscription
 from streamfw.errors import BrokerError, BrokerRefused, BrokerUnavailable
-from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue, TopologyMismatch
+from streamfw_rabbit import (
+    Exchange,
+    MemoryOffsets,
+    RabbitBroker,
+    RabbitQueue,
+    Stream,
+    TopologyMismatch,
+    stream_readership,
+)
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.errors import AccessRefused, NotFound, PreconditionFailed
+from streamfw_rabbit.stream_reader import survey
 from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, version_of
 from tests.brokers.rabbit_kit import TransportName
+from tests.helpers import eventually
 from tests.services._homes import free_port
 from tests.services.rabbit import Rabbit
 
@@ -225,6 +237,56 @@ async def test_bindings_by_headers(connection: RabbitConnection, other: Raw) -> 
         )
         assert [kind.__name__ if kind else None for kind in answers] == [None, "Unroutable"]
         await taker.acknowledge(await taker.take(1))
+
+
+# ---------------------------------------------------------------------- who is quicker
+
+
+@pytest.mark.parametrize("place", ["streamfw_rabbit.topology._declare_name", "streamfw_rabbit.source.declare"])
+async def test_a_queue_that_is_deleted_while_it_is_declared_is_declared_again(
+    rabbit: Rabbit, other: Raw, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Between its declaration and its binding, or its consumer: that is no mistake of the app, and passes."""
+    module, _, name = place.rpartition(".")
+    declaring = getattr(importlib.import_module(module), name)
+    deleted = 0
+
+    async def and_deleted(*arguments: object) -> None:
+        nonlocal deleted
+        await declaring(*arguments)
+        deleted += 1
+        if deleted == 2:  # the first time is that of the start
+            await other.delete("orders.shop")
+
+    monkeypatch.setattr(place, and_deleted)
+    handled: list[int] = []
+
+    @subscriber("orders", dead_letter=None)
+    async def handle(number: int) -> None:
+        handled.append(number)
+
+    async with App(handle, name="shop", brokers={"default": RabbitBroker(rabbit.url)}).running() as app:
+        await other.delete("orders.shop")
+        await eventually(lambda: deleted >= 3)
+        await eventually(lambda: app.health().ok)
+        await app.publish("orders", 1)
+        await eventually(lambda: handled == [1])
+
+
+async def test_a_stream_that_is_deleted_while_it_is_opened_is_declared_again(
+    connection: RabbitConnection, other: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def and_deleted(*arguments: Any) -> Any:
+        await other.delete("events")
+        monkeypatch.setattr(stream_readership, "survey", survey)
+        return await survey(*arguments)
+
+    monkeypatch.setattr(stream_readership, "survey", and_deleted)
+    subscription = Subscription("events", "shop", source=Stream("events", offset="next", store=MemoryOffsets()))
+    with pytest.raises(BrokerUnavailable, match="it was deleted after it was declared"):
+        await connection.open(subscription)
+    source = await connection.open(subscription)
+    await eventually(lambda: source.health().ok)
 
 
 # ---------------------------------------------------------------------- who may
