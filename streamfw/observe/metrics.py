@@ -86,6 +86,8 @@ _OF_SOURCES: Final = {
     "lag": "Messages from what is settled to the end of its partitions, as last heard.",
     "open": "Messages that were read and are not settled.",
     "partitions": "Partitions that it reads.",
+    "buffered": "Messages that came and wait to be fetched.",
+    "prefetch": "Messages that may be open at the same time.",
 }
 
 
