@@ -33,6 +33,7 @@ from . import _content
 from ._gets import GettingChannel
 from .channel import Properties
 from .epochs import Epochs
+from .errors import ChannelGone
 from .headers import copied, key_of, put_aside_by, told_by_server, visible_headers
 from .publish import Publishing
 from .topology import group_queue, is_kept
@@ -51,6 +52,7 @@ _IN_ORDER: Final = 32
 # How often, and after how many seconds, to look whether what was given back is there.
 _LOOKS: Final = 100
 _PAUSE: Final = 0.01
+_NOT_IMPLEMENTED: Final = 540
 
 
 class Taken:
@@ -128,10 +130,11 @@ class Table:
 
 
 @asynccontextmanager
-async def looking(epochs: Epochs, queue: str) -> AsyncIterator[Table | None]:
+async def looking(epochs: Epochs, queue: str, *, apart: bool = False) -> AsyncIterator[Table | None]:
     """The messages of a queue; None when there is no such queue. What is taken and not ended goes back, also of who is
-    cancelled."""
-    async with epochs.declarations(f"looking into queue {queue!r}") as channel:
+    cancelled. `apart`: on a connection of its own, for a queue that may be any."""
+    on = epochs.apart if apart else epochs.declarations
+    async with on(f"looking into queue {queue!r}") as channel:
         table: Table | None = Table(channel, queue)
         try:
             await Table(channel, queue).waiting()
@@ -199,10 +202,22 @@ class RabbitDeadLetters(DeadLetters):
         if self._is_closed():
             raise BrokerClosed("the connection to RabbitMQ was closed")
 
+    @asynccontextmanager
+    async def _looking(self) -> AsyncIterator[Table | None]:
+        try:
+            async with looking(self._epochs, self._name, apart=True) as table:
+                yield table
+        except ChannelGone as error:
+            if error.closed.code != _NOT_IMPLEMENTED:
+                raise
+            raise BrokerRefused(
+                f"{self._name!r} is a stream: it keeps its messages, and nothing can be taken from it; subscribe to it"
+            ) from error
+
     async def list(self, limit: int = 100) -> Sequence[Message]:
         """See `DeadLetters.list`. A subscriber cannot get them while they are looked at."""
         self._check_open()
-        async with looking(self._epochs, self._name) as table:
+        async with self._looking() as table:
             taken = [] if table is None else await table.take(limit)
         return [self._message(one) for one in taken]
 
@@ -233,7 +248,7 @@ class RabbitDeadLetters(DeadLetters):
         if message_ids is not None:
             return await self._each(message_ids, _nothing)
         self._check_open()
-        async with looking(self._epochs, self._name) as table:
+        async with self._looking() as table:
             return 0 if table is None else await table.purge()
 
     async def _each(self, message_ids: Sequence[str] | None, end: Callable[[Taken], Awaitable[bool]]) -> int:
@@ -241,7 +256,7 @@ class RabbitDeadLetters(DeadLetters):
         self._check_open()
         wanted = None if message_ids is None else frozenset(message_ids)
         ended = 0
-        async with looking(self._epochs, self._name) as table:
+        async with self._looking() as table:
             left = 0 if table is None else await table.waiting()
             while table is not None and left > 0 and (taken := await table.take(min(left, _BATCH))):
                 left -= len(taken)
