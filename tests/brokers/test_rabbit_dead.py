@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 
-from streamfw.errors import BrokerClosed, Unroutable
+from streamfw.errors import BrokerClosed, BrokerRefused, Unroutable
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Outgoing
 from streamfw_rabbit import Exchange, RabbitQueue, TopologyMismatch
 from streamfw_rabbit._epoch import WriteQueue
@@ -178,6 +178,15 @@ async def test_listing_takes_nothing_away_and_keeps_the_order(connection: Rabbit
         for _ in range(30):  # more often than any delivery limit
             assert [message.body for message in await letters.list(5)] == [b"%d" % n for n in range(5)]
         await other.left(dead, 20)
+
+
+async def test_a_stream_has_no_dead_letters_to_take(connection: RabbitConnection, other: Raw) -> None:
+    """The server ends the connection of who tries, so it is not one that others use."""
+    stream = await other.declare(new_name("audit"), queue_type="stream")
+    letters = await connection.dead_letters(stream)
+    with pytest.raises(BrokerRefused, match=f"'{stream}' is a stream"):
+        await letters.list()
+    assert (connection.consuming.connects, connection.publisher.connects) == (1, 1)
 
 
 @pytest.fixture
