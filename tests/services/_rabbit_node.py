@@ -35,7 +35,7 @@ __all__ = ["USER", "Node", "Ports"]
 USER = "streamfw"
 """The node's administrator."""
 
-_NAME = "streamfw@localhost"
+_HOST = "localhost"
 _STREAMS = "rabbitmq_stream"
 _MARK = "=== start\n"
 _START = 60.0
@@ -63,6 +63,15 @@ def _choose_ports() -> Ports:
     return Ports(*found)
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether none of its threads runs (proc(5): the state is behind the name in parentheses)."""
+    try:
+        told = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False  # one has just ended
+    return {text.rpartition(")")[2].split()[0] for text in told} <= {"T"}
+
+
 class Node:
     """The node in `home`, which may run or not."""
 
@@ -74,6 +83,11 @@ class Node:
         """Its ports, the same for as long as the directory exists."""
         text = remembered(self.home / "ports", lambda: msgspec.json.encode(_choose_ports()).decode())
         return msgspec.json.decode(text, type=Ports)
+
+    @property
+    def name(self) -> str:
+        """Its name among the nodes of a cluster."""
+        return f"{self.home.name}@{_HOST}"
 
     @property
     def password(self) -> str:
@@ -90,10 +104,16 @@ class Node:
 
     # ------------------------------------------------------------------ making
 
-    def make(self, settings: Mapping[str, str], plugins: Sequence[str]) -> None:
-        """Make its directory, new. `settings` and `plugins` are beside those it has anyway."""
+    def make(self, settings: Mapping[str, str], plugins: Sequence[str], beside: Node | None = None) -> None:
+        """Make its directory, new. `settings` and `plugins` are beside those it has anyway. With the node `beside` it,
+        which exists, it can form a cluster."""
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir(mode=0o700)
+        if beside is not None:
+            ports = msgspec.structs.replace(_choose_ports(), epmd=beside.ports.epmd)
+            remembered(self.home / "ports", lambda: msgspec.json.encode(ports).decode())
+            remembered(self.home / "password", lambda: beside.password)
+            remembered(self.home / ".erlang.cookie", (beside.home / ".erlang.cookie").read_text)
         self.ca.parent.mkdir(mode=0o700)
         make_certificates(self.ca.parent)
         lines = {**self._settings(), **settings}
@@ -133,7 +153,7 @@ class Node:
             "ERL_EPMD_PORT": str(ports.epmd),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "ERL_CRASH_DUMP_SECONDS": "0",  # no dump
-            "RABBITMQ_NODENAME": _NAME,
+            "RABBITMQ_NODENAME": self.name,
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODE_PORT": str(ports.amqp),
             "RABBITMQ_DIST_PORT": str(ports.distribution),
@@ -222,6 +242,13 @@ class Node:
         self.signal(signal.SIGKILL)
         while self.process() is not None:
             yield 0.005
+
+    def freezing(self) -> Steps:
+        """Stop the server (SIGSTOP). The signal is only on its way at first: threads that run do so for a moment."""
+        self.signal(signal.SIGSTOP)
+        process = self.process()
+        while process is not None and not _is_stopped(process.pid):
+            yield 0.001
 
     def ending(self) -> Steps:
         """End all its processes at once (SIGKILL)."""
