@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import aiormq.exceptions
 
@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 __all__ = ["RabbitDeadLetters", "adopt", "keep_adopting"]
 
 log = logging.getLogger("streamfw.rabbit")
+T = TypeVar("T")
 
 _BATCH: Final = 100
-# What is given back of a quorum queue is a command of it each. Beyond so many under way the server collects them, and
-# sends them in no order (rabbit_fifo_client, its soft limit; seen on 3.10 from the 34th on).
+# What is given back to a quorum queue, or acknowledged, is a command of it each. Beyond so many under way the server
+# keeps them back, and then sends them in no order (rabbit_fifo_client, its soft limit; seen on 3.10 from the 34th on).
 _IN_ORDER: Final = 32
 # How often, and after how many seconds, to look whether what was given back is there.
 _LOOKS: Final = 100
@@ -156,13 +157,41 @@ async def adopt(epochs: Epochs, publishing: Publishing, name: str, queue: str) -
     if not await is_kept(epochs, name):
         return 0  # a queue of that name is somebody else's, and so are its messages
     async with looking(epochs, name) as table:
-        while table is not None and (taken := await table.take(_BATCH)):
-            for one in taken:
-                if not await _passed_on(publishing, one, queue, copied(one.properties, {}), name):
-                    raise BrokerUnavailable(f"queue {queue!r} is gone")
-                await table.end(one)
-                moved += 1
+        while table is not None and (taken := await table.take(_IN_ORDER)):
+            moved += await _to_its_end(_moved(table, taken, publishing, name, queue))
     return moved
+
+
+async def _moved(table: Table, taken: Sequence[Taken], publishing: Publishing, name: str, queue: str) -> int:
+    """Move them together, in the time of one: they are published in this order, whoever waits first goes first."""
+
+    async def move(one: Taken) -> bool:
+        return await _passed_on(publishing, one, queue, copied(one.properties, {}), name)
+
+    results = await asyncio.gather(*map(move, taken), return_exceptions=True)
+    for one, result in zip(taken, results, strict=True):
+        if result is True:
+            await table.end(one)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    if not all(results):
+        raise BrokerUnavailable(f"queue {queue!r} is gone")
+    return len(taken)
+
+
+async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:
+    """Await it to its end, also when cancelled meanwhile: broken off, what was published would be there twice."""
+    task = asyncio.ensure_future(step)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled and not task.exception():
+        raise asyncio.CancelledError
+    return task.result()
 
 
 async def keep_adopting(epochs: Epochs, publishing: Publishing, name: str, queue: str) -> None:
@@ -258,7 +287,7 @@ class RabbitDeadLetters(DeadLetters):
         ended = 0
         async with self._looking() as table:
             left = 0 if table is None else await table.waiting()
-            while table is not None and left > 0 and (taken := await table.take(min(left, _BATCH))):
+            while table is not None and left > 0 and (taken := await table.take(min(left, _IN_ORDER))):
                 left -= len(taken)
                 for one in taken:
                     if (wanted is None or one.properties.message_id in wanted) and await end(one):

@@ -171,7 +171,7 @@ class Epochs:
             yield channel
 
     @asynccontextmanager
-    async def apart(self, doing: str = "declaring") -> AsyncIterator[aiormq.Channel]:
+    async def apart(self, doing: str = "declaring") -> AsyncIterator[GettingChannel]:
         """The same on a connection of its own, for what a server may answer by closing the *connection* (503 and 540,
         or 541 for what it permits no more)."""
         self._check()

@@ -51,6 +51,7 @@ __all__ = ["RabbitSource"]
 
 _GAP: Final = 0.05  # seconds that a gap may hold back acknowledgements
 _LINGER: Final = 0.25  # seconds after which a quorum queue has surely got what its channel has read
+_ADOPTS: Final = 2.0  # seconds for what is being taken over when the source closes
 _SLICE: Final = 1.0  # seconds between two looks whether to wait for the server still
 
 
@@ -382,6 +383,8 @@ class RabbitSource(Source):
         if self._watching is not None:
             self._watching.cancel()
         await self._leave()
+        if self._adopting is not None:
+            await asyncio.wait({self._adopting}, timeout=_ADOPTS)
 
     async def _leave(self) -> None:
         """Close the channel: what is out on it goes back."""

@@ -18,7 +18,7 @@ from streamfw_rabbit._epoch import WriteQueue
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.deadletters import adopt, looking
 from streamfw_rabbit.errors import NotFound
-from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send
+from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send, source_of
 from tests.brokers.rabbit_kit import TransportName
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
@@ -27,6 +27,31 @@ from tests.services.rabbit import Rabbit
 def letter(dead: str, name: str, group: str, body: bytes = b"x", **options: Any) -> Outgoing:
     headers = {ERROR: "broken", ORIGIN: name, ORIGIN_GROUP: group, ORIGIN_ATTEMPT: "1", "tenant": "acme"}
     return outgoing(dead, body, headers=headers, **options)
+
+
+async def test_a_stream_has_no_dead_letters_to_take(connection: RabbitConnection, other: Raw) -> None:
+    """The server ends the connection of who tries, so it is not one that others use."""
+    stream = await other.declare(new_name("audit"), queue_type="stream")
+    letters = await connection.dead_letters(stream)
+    with pytest.raises(BrokerRefused, match=f"'{stream}' is a stream"):
+        await letters.list()
+    assert (connection.consuming.connects, connection.publisher.connects) == (1, 1)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods that are written on the library's channels, in order; what goes out at once counts once."""
+    names = {(20, 10): "open", (20, 40): "close", (50, 10): "declare", (60, 70): "get", (60, 120): "nack"}
+    found: list[str] = []
+
+    def look(queue: WriteQueue, frame: ChannelFrame) -> bool:
+        method = struct.unpack_from(">HH", frame.payload, 7)
+        found.append(names.get(method, str(method)))
+        return real(queue, frame)
+
+    real = WriteQueue._look
+    monkeypatch.setattr(WriteQueue, "_look", look)
+    return found
 
 
 # ---------------------------------------------------------------------- kept, and adopted
@@ -51,6 +76,41 @@ async def test_dead_letters_are_kept_until_a_group_subscribes(connection: Rabbit
         await other.left(f"{dead}.first", 0)
         async with member(connection, dead, "second") as second:
             await second.expect_nothing(0.3)
+
+
+async def test_taking_over_does_not_take_a_round_trip_a_letter(
+    connection: RabbitConnection, other: Raw, written: list[str]
+) -> None:
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        assert await send(connection, *(outgoing(dead, b"%d" % n) for n in range(100))) == [None] * 100
+        await other.left(dead, 100)
+        async with member(connection, dead, "first") as first:
+            await first.acknowledge(await first.take(100))
+            await other.left(dead, 0)
+            adopting = source_of(first)._adopting
+            assert adopting is not None
+            await adopting
+        assert written.count("get") == 6, "three pages of 32, one of 4, and twice that there are no more"
+
+
+async def test_who_leaves_while_it_takes_over_leaves_each_letter_once_and_in_order(
+    connection: RabbitConnection, other: Raw, written: list[str]
+) -> None:
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        assert await send(connection, *(outgoing(dead, b"%d" % n) for n in range(250))) == [None] * 250
+        await other.left(dead, 250)
+        async with member(connection, dead, "first"):
+            await eventually(lambda: "get" in written)
+        async with member(connection, dead, "first") as first:
+            taken = await first.take(250)
+            assert [int(delivery.body) for delivery in taken] == list(range(250))
+            await first.acknowledge(taken)
+            await first.expect_nothing(0.3)
+        await other.left(dead, 0)
 
 
 async def test_a_name_whose_last_group_is_withdrawn(connection: RabbitConnection, other: Raw) -> None:
@@ -178,31 +238,6 @@ async def test_listing_takes_nothing_away_and_keeps_the_order(connection: Rabbit
         for _ in range(30):  # more often than any delivery limit
             assert [message.body for message in await letters.list(5)] == [b"%d" % n for n in range(5)]
         await other.left(dead, 20)
-
-
-async def test_a_stream_has_no_dead_letters_to_take(connection: RabbitConnection, other: Raw) -> None:
-    """The server ends the connection of who tries, so it is not one that others use."""
-    stream = await other.declare(new_name("audit"), queue_type="stream")
-    letters = await connection.dead_letters(stream)
-    with pytest.raises(BrokerRefused, match=f"'{stream}' is a stream"):
-        await letters.list()
-    assert (connection.consuming.connects, connection.publisher.connects) == (1, 1)
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The methods that are written on the library's channels, in order; what goes out at once counts once."""
-    names = {(20, 10): "open", (20, 40): "close", (50, 10): "declare", (60, 70): "get", (60, 120): "nack"}
-    found: list[str] = []
-
-    def look(queue: WriteQueue, frame: ChannelFrame) -> bool:
-        method = struct.unpack_from(">HH", frame.payload, 7)
-        found.append(names.get(method, str(method)))
-        return real(queue, frame)
-
-    real = WriteQueue._look
-    monkeypatch.setattr(WriteQueue, "_look", look)
-    return found
 
 
 @pytest.mark.parametrize(("limit", "pages"), [(250, 3), (1, 1), (1000, 4)])
