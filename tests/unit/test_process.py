@@ -241,6 +241,20 @@ async def test_a_failure_is_told_and_ends_with_1(tmp_path: Path, name: str) -> N
         assert "Traceback" not in errors, "what we say ourselves needs none"
 
 
+async def test_an_interrupt_in_a_handler_ends_the_process_as_one(tmp_path: Path) -> None:
+    source = """
+    @subscriber("orders")
+    async def ship(order: int) -> None:
+        raise KeyboardInterrupt
+
+    App(ship, lifespan=publishing).run()
+    """
+    async with program(tmp_path, source) as running:
+        code, out, _ = await running.end()
+    assert code == -signal.SIGINT, "130 to a shell"
+    assert out == "running\nlifespan ends\n", "and it has drained before"
+
+
 async def test_a_handler_that_exits_ends_the_process_with_its_code(tmp_path: Path) -> None:
     source = """
     @subscriber("orders")
