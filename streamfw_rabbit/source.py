@@ -36,7 +36,7 @@ from streamfw.outcome import ACK, Ack, Drop, Retry
 
 from .again import Again
 from .channel import Channel, Closed, RawDelivery
-from .consumer import Consumer, Window
+from .consumer import Consumer, Window, may_be_ours, try_apart
 from .deadletters import keep_adopting
 from .delivery import RabbitDelivery, maker_of
 from .epochs import Epoch, Epochs
@@ -81,6 +81,7 @@ class RabbitSource(Source):
         self._consumer: Consumer | None = None
         self._epoch = 0  # of the channel; 0: there is none
         self._live = False  # it consumes
+        self._suspect = False  # a connection ended, it may be over this queue
         self._why = "not open yet"
         self._tags = Tags()
         self._settled = 0  # of this channel
@@ -114,6 +115,16 @@ class RabbitSource(Source):
             return
 
     async def _open(self, epoch: Epoch) -> None:
+        try:
+            if self._suspect and not self._plan.source.exclusive:
+                await try_apart(self._consuming, self._plan)
+            await self._open_on(epoch)
+        except ChannelGone as error:
+            self._suspect = self._suspect or may_be_ours(error.closed)
+            raise
+        self._suspect = False
+
+    async def _open_on(self, epoch: Epoch) -> None:
         await declare(self._consuming, self._plan, epoch.server_version)
         if self._ladder is not None:
             self._ladder.forget()  # who deleted the queue may have deleted more
@@ -161,7 +172,7 @@ class RabbitSource(Source):
             return
         gone = self._epoch
         self._forget_channel()
-        self._why = str(closed)
+        self._why, self._suspect = str(closed), self._suspect or may_be_ours(closed)
         pump = self._subscription.pump
         pump.hold()
         pump.release(drop=lambda delivery: delivery.epoch == gone)  # type: ignore[attr-defined]

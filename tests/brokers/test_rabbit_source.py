@@ -227,6 +227,51 @@ async def test_a_consumer_whose_queue_is_deleted_declares_it_again(
         await taker.acknowledge(taken)
 
 
+async def test_a_queue_that_is_broken_on_the_server_stops_nobody_else(rabbit: Rabbit, transport: TransportName) -> None:
+    """To consume from it ends the whole connection (541)."""
+    handled: list[bytes] = []
+
+    @subscriber("broken")
+    async def one(message: Message) -> None:
+        handled.append(b"broken " + message.body)
+
+    @subscriber("well")
+    async def another(message: Message) -> None:
+        handled.append(message.body)
+
+    app = App(one, another, name="shop", brokers={"default": RabbitBroker(rabbit.url, transport=transport)})
+    async with app.running():
+        lose_the_data(rabbit, "broken.shop")
+        await asyncio.to_thread(rabbit.close_connections)
+        connection = app.connection()
+        assert isinstance(connection, RabbitConnection)
+        pumps = {pump.plan.subscription.name: pump for pump in app.pumps}
+
+        def tried_apart() -> bool:
+            return "INTERNAL_ERROR" in pumps["broken"].health().detail and pumps["well"].health().ok
+
+        await eventually(tried_apart, 20)
+        connects = connection.consuming.connects
+        await send(connection, outgoing("well", b"1"))
+        await eventually(lambda: handled == [b"1"])
+        troubles = id(pumps["broken"].troubles["fetching"])
+        await eventually(lambda: id(pumps["broken"].troubles["fetching"]) != troubles, 20)
+        assert connection.consuming.connects == connects, "trying again costs nobody a connection"
+        assert not app.health().ok
+        async with raw(rabbit) as other:
+            await other.delete("broken.shop")
+        await eventually(lambda: app.health().ok, 30)
+        await send(connection, outgoing("broken", b"2"))
+        await eventually(lambda: handled == [b"1", b"broken 2"])
+
+
+def lose_the_data(server: Rabbit, queue: str) -> None:
+    """What a quorum queue holds, and itself but for its name, as in a crash right after it was made."""
+    resource = f'rabbit_misc:r(<<"{server.vhost}">>, queue, <<"{queue}">>)'
+    removed = "ra:force_delete_server(quorum_queues, amqqueue:get_pid(Queue))"
+    server.evaluate(f"{{ok, Queue}} = rabbit_amqqueue:lookup({resource}), ok = {removed}")
+
+
 @pytest.mark.parametrize("mode", ["passive", "off"])
 async def test_a_queue_that_we_may_not_declare_is_missed_for_good(
     connection: RabbitConnection, other: Raw, mode: str
