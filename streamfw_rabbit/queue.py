@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
 from streamfw.broker import Route
+from streamfw.config import near
 
 from .channel import FieldValue
 from .routes import routes_of
@@ -26,6 +27,7 @@ LEAST_LIMIT: Final = 20
 QUORUM_HIGHEST: Final = 31
 EXCHANGE_NAME: Final = 127
 QUEUE_NAME: Final = 255
+EXCHANGE_TYPES: Final = ("direct", "fanout", "topic", "headers")
 # What pamqp, which writes the declarations, lets pass.
 _LEGAL: Final = re.compile(r"[a-zA-Z0-9-_.:@#,/+ ]*")
 
@@ -166,6 +168,8 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         given: object = self.type
         if given not in get_args(QueueType):
             return [f"RabbitQueue(type={given!r}): one of {', '.join(get_args(QueueType))} is needed"]
+        if found := list(type_mistakes(self)):
+            return found
         found = [*self._name_mistakes(), *self._choice_mistakes(), *self._number_mistakes()]
         found += self._quorum_mistakes(dead_letter) if self.type == "quorum" else self._classic_mistakes()
         found += self._argument_mistakes()
@@ -259,6 +263,37 @@ _OPTIONS: Final = {
 }
 
 
+def type_mistakes(source: object, fields: Iterable[str] | None = None) -> Iterable[str]:
+    """Which of these fields (None: all that it has) of a source object or exchange are not of their type: without
+    that, nothing else can be said of them."""
+    for field, (needed, fits) in _TYPES.items():
+        value: object = getattr(source, field, _ABSENT)
+        if value is not _ABSENT and (fields is None or field in fields) and not fits(value):
+            yield f"{type(source).__name__}({field}={value!r}): {needed}"
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+_ABSENT: Final = object()
+_TYPES: Final[Mapping[str, tuple[str, Callable[[object], bool]]]] = {
+    "name": ("text is needed", lambda value: isinstance(value, str)),
+    "bind": (
+        "a key, or a list of keys and of (exchange, key) and (exchange, key, arguments), is needed",
+        lambda value: isinstance(value, str) or (isinstance(value, Sequence) and not isinstance(value, bytes)),
+    ),
+    "arguments": ("a mapping of names to values is needed", _is_table),
+} | dict.fromkeys(
+    ("durable", "exclusive", "auto_delete", "internal", "single_active", "exclusive_consumer", "retry"),
+    ("True or False is needed", _is_flag),
+)
+
+
 def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
 
@@ -278,13 +313,20 @@ def _binding(given: object, own: Exchange | None) -> Binding:
         return Binding(own, given)
     if isinstance(given, tuple) and len(given) in (2, 3) and isinstance(given[1], str):
         arguments = given[2] if len(given) == 3 else {}
-        if isinstance(arguments, Mapping):
+        if _is_table(arguments):
             return Binding(_exchange(given[0]), given[1], arguments)
     raise ValueError(f"{given!r} is neither a key nor (exchange, key) nor (exchange, key, arguments)")
 
 
 def _binding_mistakes(binding: Binding) -> Iterable[str]:
     exchange = binding.exchange
+    if found := list(type_mistakes(exchange)):
+        yield from found
+        return
+    kind: object = exchange.type
+    if not isinstance(kind, str) or not (kind in EXCHANGE_TYPES or kind.startswith("x-")):
+        hint = near(kind, EXCHANGE_TYPES) if isinstance(kind, str) else f"; known are {', '.join(EXCHANGE_TYPES)}"
+        yield f"Exchange(type={kind!r}): there is no such type, and those of plugins begin with 'x-'{hint}"
     if (mistake := name_mistake(exchange.name, EXCHANGE_NAME)) is not None:
         yield f"Exchange({exchange.name!r}): {mistake}"
     if exchange.declare is not None and exchange.declare not in get_args(Declare):

@@ -17,7 +17,7 @@ from .channel import FieldValue, Properties, RawDelivery
 from .delivery import RabbitDelivery
 from .headers import key_of, malformed
 from .offsets import OffsetStore
-from .queue import QUEUE_NAME, Declare, Exchange, KeyFrom, RabbitQueue, name_mistake
+from .queue import QUEUE_NAME, Declare, Exchange, KeyFrom, RabbitQueue, name_mistake, type_mistakes
 from .settings import Settings
 from .topology import Plan, group_queue
 from .versions import argument_mistakes
@@ -133,6 +133,8 @@ class Stream(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             )
         if self.max_length_bytes is not None and not _is_count(self.max_length_bytes):
             found.append(f"Stream(max_length_bytes={self.max_length_bytes!r}): a number of at least 1 is needed")
+        if wrongly := list(type_mistakes(self, ["arguments"])):
+            return [*found, *wrongly]
         found += (f"Stream(arguments=..): {told}" for told in argument_mistakes("stream", self.arguments))
         for argument, option in _OPTIONS.items():
             if argument in self.arguments:

@@ -159,6 +159,18 @@ def test_bindings(source: RabbitQueue, expected: list[Binding] | None) -> None:
         (RabbitQueue("q", exchange=EVENTS, bind="k" * 256), "is longer than 255 bytes"),
         (RabbitQueue("q", exchange=Exchange("e!"), bind="a"), "Exchange('e!'): a name has letters"),
         (RabbitQueue("q", exchange=Exchange("e", declare="x"), bind="a"), "Exchange(declare='x')"),  # type: ignore[arg-type]
+        (
+            RabbitQueue("q", exchange=Exchange("e", "topics"), bind="a"),
+            "Exchange(type='topics'): there is no such type",
+        ),
+        (RabbitQueue("q", exchange=Exchange("e", "topics"), bind="a"), "did you mean 'topic'?"),
+        (RabbitQueue("q", exchange=Exchange("e", ""), bind="a"), "known are direct, fanout, topic, headers"),
+        (RabbitQueue("q", exchange=Exchange("e", durable=0), bind="a"), "Exchange(durable=0)"),  # type: ignore[arg-type]
+        (RabbitQueue("q", bind={"a": 1}), "bind={'a': 1}): a key, or a list of keys"),  # type: ignore[arg-type]
+        (RabbitQueue("q", exchange=EVENTS, bind=[{}]), "{} is neither a key nor"),  # type: ignore[list-item]
+        (RabbitQueue("q", arguments=[1]), "arguments=[1]): a mapping of names"),  # type: ignore[arg-type]
+        (RabbitQueue("q", retry="no"), "retry='no'): True or False"),  # type: ignore[arg-type]
+        (RabbitQueue(5), "name=5): text is needed"),  # type: ignore[arg-type]
         (RabbitQueue("q", arguments={"x-max-lenght": 5}), "x-max-lenght is no argument of a quorum queue"),
         (RabbitQueue("q", arguments={"x-max-lenght": 5}), "did you mean 'x-max-length'?"),
         (RabbitQueue("q", arguments={"x-max-priority": 5}), "x-max-priority is for a classic queue"),
@@ -210,14 +222,19 @@ def test_an_order_needs_a_queue_that_is_known_to_have_one_consumer(mode: Declare
 
 def test_the_app_names_all_mistakes_at_once() -> None:
     @subscriber(RabbitQueue("q", durable=False, arguments={"x-typo": 1}))
+    @subscriber(RabbitQueue("keyless", exchange=EVENTS))
+    @subscriber(RabbitQueue("homeless", bind=["a"]))
+    @subscriber(RabbitQueue("mapped", exchange=EVENTS, bind=[{"key": "a"}]))  # type: ignore[list-item]
     async def handle(number: int) -> None: ...
 
     with pytest.raises(ExceptionGroup) as caught:
         App(handle, brokers={"default": BROKER}).build()
-    assert [str(error).partition(": ")[2].partition(":")[0] for error in caught.value.exceptions] == [
+    told = [str(error).partition("('")[2] for error in caught.value.exceptions]
+    assert [one.partition(": ")[2].partition(":")[0] for one in told if one.startswith("q'")] == [
         "RabbitQueue(..)",
         "RabbitQueue(arguments=..)",
     ]
+    assert sorted(one.partition("'")[0] for one in told) == ["homeless", "keyless", "mapped", "q", "q"]
 
 
 # ---------------------------------------------------------------------- pauses
