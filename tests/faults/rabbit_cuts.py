@@ -88,6 +88,7 @@ async def rabbit_cut_run(
                 await eventually(lambda: not flow.missing(watch.look()), SETTLED, "all that was published is handled")
                 await others.end()
         await _nothing_left(facts)
+    (directory / "fates.txt").write_text("\n".join(map(repr, happening.fates)) + "\n")
     judged = judge(read(directory), flow.published, flow.answers, happening.fates, flow.key_of)
     return RabbitCutRun(
         judged,

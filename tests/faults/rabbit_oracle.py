@@ -117,23 +117,26 @@ class _Causes:
             if entry.outcome != "ok":
                 self._originals[entry.id, entry.copy].append(entry)
 
-    def of(self, earlier: Entry, later: Entry) -> str | None:
-        """Why a message came again; None: there is no reason for it."""
-        if later.name == LOG:
-            return self._of_stream(earlier, later)
-        fate = self._end_of(earlier.channel)
-        if fate is not None and fate.at <= later.began and earlier.channel != later.channel:
-            told = self._told(earlier)
-            if told is None or told >= fate.at - READ:
-                return fate.kind
-        return "copied again" if self._was_copied_again(later) else None
+    def of(self, one: Entry, other: Entry) -> str | None:
+        """Why a message came again; None: there is no reason for it. Which of the two was delivered first does not show
+        in when they began: what lies in a socket is handled before it is known that the connection is gone."""
+        because = self._of_stream if one.name == LOG else self._of_queue
+        cause = because(one, other) or because(other, one)
+        return cause or ("copied again" if self._was_copied_again(other) else None)
 
-    def _of_stream(self, earlier: Entry, later: Entry) -> str | None:
-        if earlier.channel == later.channel:
+    def _of_queue(self, first: Entry, second: Entry) -> str | None:
+        fate = self._end_of(first.channel)
+        if fate is None or second.began < fate.at or first.channel == second.channel:
+            return None
+        told = self._told(first)
+        return fate.kind if told is None or told >= fate.at - READ else None
+
+    def _of_stream(self, first: Entry, second: Entry) -> str | None:
+        if first.channel == second.channel:
             return None
         for fate in self._fates:
-            came_between = fate.at - STORED <= earlier.ended and fate.at <= later.began
-            if fate.ends and came_between and fate.befell(earlier.process, LOG):
+            came_between = fate.at - STORED <= first.ended and fate.at <= second.began
+            if fate.ends and came_between and fate.befell(first.process, LOG):
                 return fate.kind
         return None
 

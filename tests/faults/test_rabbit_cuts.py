@@ -126,12 +126,24 @@ def test_the_oracle_takes_the_end_of_a_channel_by_us_for_no_fault(tmp_path: Path
         (unsettled(), Fate(AT, "cut", AT + 20, process="app", kills=True), True),
         ([*unsettled(AT - READ - 1)], Fate(AT, "cut", AT + 20, process="app", kills=True), False),
         ([*unsettled(), END], Fate(LATE + 1, "cut", LATE + 20), False),
+        ([*APP[:-1], f"E {LATE + SECOND} app.1 lost 0"], FATE, True),  # it knew it late
     ],
 )
 def test_the_oracle_knows_whether_the_end_of_a_channel_explains_a_repeat(
     tmp_path: Path, app: list[str], fate: Fate, explained: bool
 ) -> None:
     found = judged(tmp_path, app, AGAIN, fates=[fate])
+    assert found.duplicates == ({"cut": 1} if explained else {})
+    assert bool(found.faults) == (not explained), found.faults
+
+
+@pytest.mark.parametrize(("ended", "explained"), [(f"E {AT + 10} app.1 lost 0", True), ("", False)])
+def test_the_oracle_knows_that_who_was_cut_off_may_begin_later_than_who_got_it_next(
+    tmp_path: Path, ended: str, explained: bool
+) -> None:
+    late = [line.replace("H 20 30 single", f"H {AT + 5} {AT + 9} single") for line in APP[:-1]]
+    app = [*late, ended] if ended else late
+    found = judged(tmp_path, app, f"H {AT + 3} {AT + 4} single 1 1 1 ok other.1 1", fates=[FATE])
     assert found.duplicates == ({"cut": 1} if explained else {})
     assert bool(found.faults) == (not explained), found.faults
 
