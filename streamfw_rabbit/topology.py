@@ -224,6 +224,8 @@ async def _declare_all(epochs: Epochs, plan: Plan, server: Version) -> None:
 def _ladders_to(plan: Plan) -> Sequence[Ladder]:
     """Those that lead to its queue by a binding, if they are there. (What is delayed comes to a plain name's
     exchange.)"""
+    if len(plan.queue) + _LADDER > EXCHANGE_NAME:
+        return ()  # no exchange can be called so
     retried = [queue_ladder(plan.queue)] if plan.source.retry else []
     return retried if plan.exchange is not None else [*retried, delays_of("", plan.queue)]
 
