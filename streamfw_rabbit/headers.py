@@ -88,7 +88,7 @@ def properties_of(message: Outgoing, stamp: int, priority: int | None) -> Proper
     if message.headers is not NO_HEADERS:
         _fill(properties, table, message.headers.pairs)
     if message.key is not None:
-        table[KEY] = message.key
+        table[KEY] = message.key if message.key.isascii() else _bytes_of(message.key)
     if table:
         properties.raw_headers = table
     return properties
@@ -128,8 +128,16 @@ def _native_text(value: bytes | None) -> str | None:
         return None
 
 
+def _bytes_of(key: str) -> bytes:
+    """A key that came with surrogate escapes goes out as the bytes it was."""
+    try:
+        return key.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ValueError(f"the key {key!r} has lone surrogates, which are no text") from None
+
+
 def key_of(table: Mapping[str, FieldValue]) -> str | None:
-    """The key of a message, as its publisher gave it."""
+    """The key of a message, as its publisher gave it; what is not UTF-8 becomes surrogate escapes."""
     value = table.get(KEY)
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")
