@@ -381,9 +381,15 @@ class Publishing:
 
 
 def _routing_key(message: Outgoing) -> str:
+    """The key, where it can be one: at most 255 bytes of text."""
     key = message.key
-    if not key or len(key) > 255 or (not key.isascii() and len(key.encode()) > 255):
+    if not key or len(key) > 255:
         return message.name
+    if not key.isascii():
+        try:
+            return key if len(key.encode()) <= 255 else message.name
+        except UnicodeEncodeError:  # it came as bytes that are no text, and travels as those in the header
+            return message.name
     return key
 
 
