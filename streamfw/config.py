@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,19 @@ import msgspec
 from .broker import Broker
 from .errors import ConfigError, StreamError, redact
 
-__all__ = ["Settings", "SubscriberSettings", "load", "make_broker", "options_for", "read", "schemes"]
+__all__ = [
+    "Settings",
+    "SubscriberSettings",
+    "WrongOptions",
+    "choices_of",
+    "load",
+    "make_broker",
+    "near",
+    "options_for",
+    "read",
+    "refuse",
+    "schemes",
+]
 
 PREFIX: Final = "STREAMFW_"
 CONFIG: Final = "STREAMFW_CONFIG"
@@ -234,7 +247,8 @@ class _Reading:
             try:
                 values[key] = msgspec.convert(value, kinds[key], strict=False)
             except msgspec.ValidationError as error:
-                self.wrong(path, str(error))
+                choices = choices_of(kinds[key])
+                self.wrong(path, f"{value!r}: one of {', '.join(choices)} is needed" if choices else str(error))
         return values
 
     def check_ranges(self, settings: Settings) -> None:
@@ -247,6 +261,26 @@ class _Reading:
             value = getattr(settings, path)
             if value is not None and not 0 <= value < 10**9:
                 self.wrong(path, f"{value} is no number of seconds, zero or more")
+
+
+def choices_of(kind: Any) -> list[str]:
+    """The texts that a type of literals, or a union with one, is a choice of; none for other types."""
+    parts = typing.get_args(kind)
+    return [text for part in parts for text in (typing.get_args(part) or (part,)) if isinstance(text, str)]
+
+
+class WrongOptions(ValueError):
+    """What is wrong with a broker's options, each mistake by itself."""
+
+    def __init__(self, mistakes: Iterable[str]) -> None:
+        self.mistakes = tuple(mistakes)
+        super().__init__("; ".join(self.mistakes))
+
+
+def refuse(mistakes: Iterable[str]) -> None:
+    """Raise `WrongOptions` if there are any."""
+    if found := tuple(mistakes):
+        raise WrongOptions(found)
 
 
 def _fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -281,20 +315,23 @@ def make_broker(path: str, url: str, options: Mapping[str, Any] | None = None) -
     scheme, colon, _ = url.partition("://")
     installed = schemes()
     if not colon or scheme not in installed:
-        known = ", ".join(f"{name}://" for name in sorted(installed))
+        listed = ", ".join(f"{name}://" for name in sorted(installed))
         proposal = near(scheme, installed) if colon and difflib.get_close_matches(scheme, installed, n=1) else ""
         raise ConfigError(
-            f"{path}.url", f"{redact(url)!r} has no known scheme{proposal or f'; installed brokers: {known}'}"
+            f"{path}.url", f"{redact(url)!r} has no known scheme{proposal or f'; installed brokers: {listed}'}"
         )
     factory = _factory(path, scheme, installed[scheme])
-    checked = _broker_options(path, factory, options or {})
+    known = _options_of(factory)
+    checked = _broker_options(path, options or {}, known)
     try:
         broker = factory(url, **checked)
     except ConfigError:
         raise
     except (ValueError, TypeError, StreamError) as error:
         # Not from it: whoever parses a URL likes to quote it, and a traceback would show that.
-        raise ConfigError(path, _without_password(str(error), url)) from None
+        mistakes = error.mistakes if isinstance(error, WrongOptions) else (str(error),)
+        errors = [ConfigError(path, _without_secrets(mistake, url, checked, known)) for mistake in mistakes]
+        raise (errors[0] if len(errors) == 1 else ExceptionGroup(f"{path}: wrong options", errors)) from None
     if not isinstance(broker, Broker):
         raise ConfigError(f"{path}.url", f"the entry point of {scheme}:// made a {type(broker).__name__}, not a Broker")
     return broker
@@ -311,16 +348,21 @@ def _factory(path: str, scheme: str, point: Any) -> Any:
         raise ConfigError(f"{path}.url", f"the {scheme} broker ({point.value}) cannot be loaded: {error!r}") from error
 
 
-def _broker_options(path: str, factory: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check options against the keyword parameters of the broker's constructor, and convert what came as text."""
+def _options_of(factory: Any) -> dict[str, Any]:
+    """The options of a broker and their types: the keyword parameters of its constructor."""
     made = factory.__init__ if inspect.isclass(factory) else factory
     try:
         hints = typing.get_type_hints(made)
     except Exception:  # annotations that exist for type checkers only: the constructor has to check for itself
         hints = {}
-    known = [p.name for p in inspect.signature(made).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    parameters = inspect.signature(made).parameters.values()
+    return {p.name: hints.get(p.name, Any) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _broker_options(path: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Check options against those there are, and convert what came as text."""
     reading = _Reading()
-    checked = reading.converted(f"{path}.", options, {name: hints.get(name, Any) for name in known}, known)
+    checked = reading.converted(f"{path}.", options, known, known)
     if len(reading.errors) > 1:
         raise ExceptionGroup(f"{path}: wrong options", reading.errors)
     if reading.errors:
@@ -328,12 +370,29 @@ def _broker_options(path: str, factory: Any, options: Mapping[str, Any]) -> dict
     return checked
 
 
-def _without_password(text: str, url: str) -> str:
-    """`text` without any part of `url` that may be its password, however it was quoted."""
+_SECRET: Final = re.compile("pass|pwd|secret|token|credential|sasl", re.IGNORECASE)
+
+
+def _without_secrets(text: str, url: str, options: Mapping[str, Any], known: Iterable[str]) -> str:
+    """`text` without any part of `url`, and any of the `options`, that may be a secret, however it was quoted.
+
+    Of the URL's query that is the value of an option whose name sounds like one, or that is not `known`: it may be
+    misspelt. Where an ``@`` follows, all of it may be a piece of a password.
+    """
     userinfo, at, _ = url.partition("://")[2].rpartition("@")
-    password = userinfo.partition(":")[2] if at else ""
     query = url.partition("?")[2]
-    for secret in (url, password, unquote(password), query):
-        if secret:
-            text = text.replace(secret, "***")
+    given = [(name, value) for name, _, value in (part.partition("=") for part in query.split("&"))]
+    passwords = [query if "@" in query else "", userinfo.partition(":")[2] if at else ""]
+    # What ends a part of a URL ends a password that should have been percent-encoded, for whoever parses it.
+    secrets = [url, *passwords, *(piece for password in passwords for piece in re.split("[/?#&=@]", password))]
+    secrets += [value for name, value in given if name not in known or _is_secret(name)]
+    secrets += [value for name, value in options.items() if isinstance(value, str) and _is_secret(name)]
+    for secret in sorted({*secrets, *map(unquote, secrets)} - {""}, key=len, reverse=True):
+        # A short one is no secret inside of a word, and what is said would not be understood without such words.
+        exactly = rf"(?<!\w){re.escape(secret)}(?!\w)" if len(secret) < 6 else re.escape(secret)
+        text = re.sub(exactly, "***", text)
     return text
+
+
+def _is_secret(option: str) -> bool:
+    return option != "sasl" and _SECRET.search(option) is not None

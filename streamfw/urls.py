@@ -12,14 +12,14 @@ import re
 import ssl
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Final, TypeAlias, get_args
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 import msgspec
 
-from .config import near
+from .config import choices_of, near, refuse
 
-__all__ = ["OptionReader", "Options", "host_and_port", "range_mistakes", "tls_context", "tls_mistakes"]
+__all__ = ["OptionReader", "Options", "host_and_port", "number", "range_mistakes", "tls_context", "tls_mistakes"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +46,16 @@ class OptionReader:
     def query(self, text: str) -> dict[str, Any]:
         """The options in a URL's query."""
         found: dict[str, Any] = {}
+        mistakes = []
         for part in text.split("&") if text else ():
             name, _, value = part.partition("=")
             if name in found:
-                raise ValueError(f"url: option {name!r} stands in it twice")
-            found[name] = self._converted(name, unquote(value), strict=False)
+                mistakes.append(f"url: option {name!r} stands in it twice")
+            try:
+                found[name] = self._converted(name, unquote(value), strict=False)
+            except ValueError as error:
+                mistakes.append(str(error))
+        refuse(mistakes)
         return found
 
     def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,8 +75,7 @@ class OptionReader:
             return msgspec.convert(value, self._types[name], strict=strict)
         except msgspec.ValidationError as error:
             shown = "" if name == "password" else f"={value!r}"
-            choices = get_args(self._types[name])
-            named = [c for choice in choices for c in (get_args(choice) or (choice,)) if isinstance(c, str)]
+            named = choices_of(self._types[name])
             needed = f"one of {', '.join(named)} is needed" if named else str(error)
             raise ValueError(f"{name}{shown}: {needed}") from None
 
@@ -93,7 +97,7 @@ def host_and_port(text: str, default: int, advice: str) -> tuple[str, int]:
 
 
 def range_mistakes(
-    settings: Options, ranges: Mapping[str, tuple[float, float]], whole: Collection[str]
+    settings: msgspec.Struct, ranges: Mapping[str, tuple[float, float]], whole: Collection[str]
 ) -> Iterable[str]:
     """Which options are no number from the one to the other; those in `whole` are whole numbers."""
     for name, (low, high) in ranges.items():
@@ -101,7 +105,12 @@ def range_mistakes(
         kinds = int if name in whole else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
             kind = "a whole number" if name in whole else "a number"
-            yield f"{name}={value!r}: {kind} from {low:g} to {high:g} is needed"
+            yield f"{name}={value!r}: {kind} from {number(low)} to {number(high)} is needed"
+
+
+def number(value: float) -> str:
+    """A number as people write it: whole ones without a point, and none with an exponent."""
+    return str(int(value)) if value == int(value) else f"{value:f}".rstrip("0")
 
 
 def tls_mistakes(settings: Any, secure: str) -> Iterable[str]:

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from aiokafka import codec
 
+from streamfw.config import refuse
 from streamfw.urls import OptionReader, Options, host_and_port, range_mistakes, tls_context, tls_mistakes
 
 __all__ = ["Compression", "Isolation", "Sasl", "Settings", "client_arguments", "is_legal_name", "parsed"]
@@ -90,8 +91,7 @@ class Settings(Options, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.bootstrap:
             raise ValueError(f"url: no host; {_FORM}")
-        for mistake in (*_choice_mistakes(self), *_range_mistakes(self), *_mistakes_together(self)):
-            raise ValueError(mistake)
+        refuse([*_choice_mistakes(self), *_range_mistakes(self)] or _mistakes_together(self))
         if self.tls:
             tls_context(self.ca, self.cert, self.key)
 

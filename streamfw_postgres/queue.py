@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 import msgspec
 
 from streamfw.broker import Subscription
+from streamfw.urls import number
 
 __all__ = ["Form", "Queue", "form_of"]
 
@@ -65,4 +66,4 @@ def lease_mistakes(lease: float, where: str) -> list[str]:
     """What is wrong with a lease of so many seconds; `where` opens the sentence and its parenthesis."""
     if isinstance(lease, int | float) and SHORTEST <= lease <= LONGEST:
         return []
-    return [f"{where}{lease!r}): seconds from {SHORTEST:g} to {LONGEST:g} are needed"]
+    return [f"{where}{lease!r}): seconds from {number(SHORTEST)} to {number(LONGEST)} are needed"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Iterable, Mapping
+from typing import Final, get_args
 from urllib.parse import urlsplit
 
 import msgspec
+
+from streamfw.config import refuse
+from streamfw.urls import range_mistakes
 
 from .pool import Isolation
 from .queue import Form, lease_mistakes
@@ -30,27 +34,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout: float
 
     def __post_init__(self) -> None:
-        checked_schema(self.schema)
-        if self.form not in get_args(Form):
-            raise ValueError(f"form={self.form!r}: one of {', '.join(get_args(Form))} is needed")
-        for wrong in lease_mistakes(self.lease, "(lease="):
-            raise ValueError(wrong.replace("(", "", 1).replace(")", "", 1))
-        _between("pool_size", self.pool_size, 1, 1000, whole=True)
-        # A value of Postgres holds 1 GiB at most, and a packet with one as text is twice that.
-        _between("max_body", self.max_body, 1, 512 * 1024 * 1024, whole=True)
-        _between("poll", self.poll, 0.05, 60)
-        _between("command_timeout", self.command_timeout, 0.1, 3600)
-        _between("connect_timeout", self.connect_timeout, 0.1, 3600)
-        if self.isolation not in get_args(Isolation):
-            raise ValueError(f"isolation={self.isolation!r}: one of {', '.join(get_args(Isolation))} is needed")
+        refuse(_mistakes(self))
 
 
-def _between(name: str, value: float, low: float, high: float, whole: bool = False) -> None:
-    kinds = int if whole else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(
-            f"{name}={value!r}: {'a whole number' if whole else 'a number'} from {low:g} to {high:g} is needed"
-        )
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "pool_size": (1, 1000),
+    # A value of Postgres holds 1 GiB at most, and a packet with one as text is twice that.
+    "max_body": (1, 512 * 1024 * 1024),
+    "poll": (0.05, 60),
+    "command_timeout": (0.1, 3600),
+    "connect_timeout": (0.1, 3600),
+}
+_WHOLE: Final = frozenset({"pool_size", "max_body"})
+
+
+def _mistakes(s: Settings) -> Iterable[str]:
+    try:
+        checked_schema(s.schema)
+    except ValueError as error:
+        yield str(error)
+    for name, choices in (("form", Form), ("isolation", Isolation)):
+        if (given := getattr(s, name)) not in get_args(choices):
+            yield f"{name}={given!r}: one of {', '.join(get_args(choices))} is needed"
+    for wrong in lease_mistakes(s.lease, "(lease="):
+        yield wrong.replace("(", "", 1).replace(")", "", 1)
+    yield from range_mistakes(s, _RANGES, _WHOLE)
 
 
 def checked_url(url: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypeAlias, get_args
 from urllib.parse import unquote
 
+from streamfw.config import refuse
 from streamfw.urls import OptionReader, Options, host_and_port, range_mistakes, tls_context, tls_mistakes
 
 from .epochs import ConnectionOptions
@@ -66,8 +67,7 @@ class Settings(Options, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.hosts:
             raise ValueError(f"url: no host; {_FORM}")
-        for mistake in (*_choice_mistakes(self), *range_mistakes(self, _RANGES, _WHOLE), *_mistakes_together(self)):
-            raise ValueError(mistake)
+        refuse((*_choice_mistakes(self), *range_mistakes(self, _RANGES, _WHOLE), *_mistakes_together(self)))
         if self.tls:
             tls_context(self.ca, self.cert, self.key)
 

@@ -111,6 +111,43 @@ def test_what_is_wrong_is_named(url: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("scheme", "options", "told"),
+    [
+        ("amqp", "delivery_limit=5", ["delivery_limit=5: a whole number from 20 to 2147483647 is needed"]),
+        ("amqp", "connect_timeout=-1", ["connect_timeout=-1.0: a number from 0.1 to 600 is needed"]),
+        ("amqp", "transport=foo", ["transport='foo': one of auto, aiormq, fast is needed"]),
+        (
+            "amqp",
+            "window=0&declare=maybe&windows=5&ca=x",
+            [
+                "declare='maybe': one of declare, passive, off is needed",
+                "unknown option 'windows'; did you mean 'window'?",
+            ],
+        ),
+        (
+            "amqp",
+            "window=0&priorities=256&max_body=0",
+            [
+                "max_body=0: a whole number from 1 to 536870912 is needed",
+                "window=0: a whole number from 1 to 100000 is needed",
+                "priorities=256: a whole number from 0 to 255 is needed",
+            ],
+        ),
+        (
+            "kafka",
+            "linger=11&fetch_wait=0",
+            ["fetch_wait=0.0: a number from 0.001 to 10 is needed", "linger=11.0: a number from 0 to 10 is needed"],
+        ),
+    ],
+)
+def test_an_option_of_the_url_is_shown_as_it_is(scheme: str, options: str, told: list[str]) -> None:
+    with pytest.raises((ConfigError, ExceptionGroup)) as caught:
+        make_broker("brokers.default", f"{scheme}://{'user:word@' if scheme == 'amqp' else ''}h?{options}")
+    errors = caught.value.exceptions if isinstance(caught.value, ExceptionGroup) else [caught.value]
+    assert [str(error) for error in errors] == [f"brokers.default: {one}" for one in told]
+
+
+@pytest.mark.parametrize(
     "url",
     [
         "amqp://u:s3cr3t@h:port",

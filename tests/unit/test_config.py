@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import unquote
 
 import pytest
 
 from streamfw import App, Broker, ConfigError, Connection
 from streamfw import config as config_module
-from streamfw.config import load, make_broker, near, options_for, read
+from streamfw.config import WrongOptions, load, make_broker, near, options_for, read
 from streamfw.memory import MemoryBroker
 
 Write = Callable[[str], Path]
@@ -190,6 +192,20 @@ class Third(Broker):
         raise NotImplementedError
 
 
+class Quoting(Broker):
+    """Quotes all that it gets: pieces of its URL, in all ways."""
+
+    def __init__(
+        self, url: str, *, size: int = 1, mode: Literal["fast", "safe"] = "safe", sasl_secret: str = ""
+    ) -> None:
+        pieces = re.split("[/?&@#:=]+", url)
+        query = url.partition("?")[2]
+        raise WrongOptions([url, f"in the query: {query}", " ".join(pieces), repr(list(map(unquote, pieces)))])
+
+    def connect(self) -> AbstractAsyncContextManager[Connection]:
+        raise NotImplementedError
+
+
 class Point:
     """An entry point."""
 
@@ -207,6 +223,7 @@ def third(monkeypatch: pytest.MonkeyPatch) -> None:
 
     points = {
         "third": Point(lambda: Third),
+        "quoting": Point(lambda: Quoting),
         "driver": Point(raises(ModuleNotFoundError("No module named 'asyncpg'", name="asyncpg"))),
         "other": Point(raises(ModuleNotFoundError("No module named 'zzz'", name="zzz"))),
         "broken": Point(raises(AttributeError("module 'x' has no attribute 'Y'"))),
@@ -268,6 +285,40 @@ class TestBrokers:
         for part in ("s3cr3t", "cr3t"):
             assert part not in shown
         assert "brokers.a" in shown
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "quoting://user:s3cr3t@host/db?size=5",
+            "quoting://user:s3%20cr3t@host/db?size=5",
+            "quoting://host/db?size=5&password=s3cr3t",
+            "quoting://host/db?pasword=s3cr3t&size=5",
+            "quoting://host/db?size=5&sasl_secret=s3%2Fcr3t",
+            "quoting://host/db?accessToken=s3cr3t&size=5",
+            "quoting://user:s3cr?3t@host/db?size=5",
+            "quoting://user:12?size=s3cr3t@host/db",
+        ],
+    )
+    def test_no_secret_whatever_is_quoted(self, url: str) -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            make_broker("brokers.a", url, {"sasl_secret": "0ther s3cr3t"})
+        shown = "".join(f"{error} {error!r} {error.__cause__!r}" for error in caught.value.exceptions)
+        assert not re.search("s3.?cr|cr.?3t", shown), shown
+        assert len(caught.value.exceptions) == 4
+
+    def test_what_is_no_secret_is_shown(self) -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            make_broker("brokers.a", "quoting://user:p@host/db?size=5&mode=faster&password=si")
+        told = [str(error) for error in caught.value.exceptions]
+        assert told[1] == "brokers.a: in the query: size=5&mode=faster&password=***"
+        assert told[2] == "brokers.a: quoting user *** host db size 5 mode faster password ***"
+
+    def test_a_wrong_choice_lists_the_choices(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            make_broker("brokers.a", "quoting://h", {"mode": "faster"})
+        assert str(caught.value) == "brokers.a.mode: 'faster': one of fast, safe is needed"
+        _, errors = read(environ={"STREAMFW_LOG": "xml"})
+        assert str(errors[0]) == "log: 'xml': one of text, json is needed (set by STREAMFW_LOG)"
 
     def test_a_broker_does_not_show_its_password(self) -> None:
         broker = make_broker("brokers.a", "third://user:s3cr3t@host/db?password=s3cr3t")
