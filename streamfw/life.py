@@ -180,7 +180,9 @@ class Life:
             pump.start()
         brokers = {name: broker.describe() for name, broker in self._built.brokers.items()}
         facts = {"app": self._settings.name, "brokers": brokers}
-        logger.info("%s runs with %d subscribers", self._settings.name, len(self.pumps), extra=facts)
+        count = len(self.pumps)
+        subscribers = f"{count} subscriber{'' if count == 1 else 's'}"
+        logger.info("%s runs with %s", self._settings.name, subscribers, extra=facts)
 
     async def _open_all(self) -> None:
         """Open all sources at the same time: one may have to wait for others in its consumer group. Raises the first

@@ -182,7 +182,7 @@ def test_the_configuration_file_is_watched_too(start: Start, tmp_path: Path) -> 
     running.until_runs(1)
     running.write(version(1))  # not watched
     running.write("name = 'elsewhere'", "streamfw.toml")
-    running.until_said("elsewhere runs with 1 subscribers")
+    running.until_said("elsewhere runs with 1 subscriber")
     assert f"changed: {tmp_path / 'streamfw.toml'}\n" in running.said
     (source / "part.py").write_text("")
     running.until_said(f"changed: {source / 'part.py'}\n")

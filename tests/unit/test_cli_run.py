@@ -106,7 +106,7 @@ def test_the_configuration_file_wins_over_the_apps_own(start: Start) -> None:
     assert "other.toml: there is no such configuration file" in running.said
     (running.directory / "other.toml").write_text("name = 'elsewhere'")
     running = start("service:app", "--config", "other.toml")
-    running.until_said("elsewhere runs with 1 subscribers")
+    running.until_said("elsewhere runs with 1 subscriber")
     assert running.end() == 0
 
 

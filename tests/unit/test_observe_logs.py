@@ -64,7 +64,7 @@ async def test_start_and_stop_are_one_record_each_and_a_good_message_is_none(cap
     with caplog.at_level(logging.DEBUG, "streamfw"):
         await ran(app, "orders", until=lambda: handled)
     start, stop = [record for record in caplog.records if record.name == "streamfw"]
-    assert start.getMessage() == "shop runs with 1 subscribers"
+    assert start.getMessage() == "shop runs with 1 subscriber"
     assert facts(start, "app", "brokers") == ("shop", {"default": "memory://"})
     assert stop.getMessage().startswith("shop has stopped: 1 acknowledged, 0 failed")
     assert facts(stop, "app", "acked", "retried", "dead", "lost") == ("shop", 1, 0, 0, 0)
