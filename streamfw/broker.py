@@ -131,6 +131,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     - `ordered_by`: the orders that hold over all processes of a group.
     - `priorities`, `transactions`, `replies`, `seek`, `tombstones`: has them. `publishing_transactions`: what a handler
       publishes on this broker is part of its transaction.
+    - `priorities_option`: the option of the broker that gives it priorities, for the error of a publish with one.
     - `kept`: what is published before any group has subscribed is kept for the first one; if not, the publisher gets
       `Unroutable`.
     - `prefetch`: how many messages a subscriber starts with, before it adapts.
@@ -147,6 +148,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     dead_letter: bool = False
     ordered_by: frozenset[Order] = frozenset()
     priorities: bool = False
+    priorities_option: str | None = None
     transactions: bool = False
     publishing_transactions: bool = False
     replies: bool = False

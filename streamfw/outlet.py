@@ -155,8 +155,10 @@ class Outlet:
     async def _send(self, message: Outgoing) -> None:
         try:
             if message.priority and not self._capabilities.priorities:
+                option = self._capabilities.priorities_option
+                how = "" if option is None else f"; its option {option}= (brokers.{self.broker}.{option}) gives them"
                 raise Rejected(
-                    f"priority={message.priority}: broker {self.broker!r} has no priorities",
+                    f"priority={message.priority}: broker {self.broker!r} has no priorities{how}",
                     name=message.name,
                     message_id=message.message_id,
                 )

@@ -66,6 +66,7 @@ class RabbitBroker(Broker):
         retry_after=_RUNG,
         delay=_RUNG,
         ordered_by=frozenset({"key", "partition"}),
+        priorities_option="priorities",
         replies=True,
         kept=False,
         max_body=16 * 1024 * 1024,

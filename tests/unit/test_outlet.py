@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from streamfw import App, Message, NextPublish, NotRunning, Outgoing, Publisher, Rejected, subscriber
@@ -67,6 +68,17 @@ def test_what_is_no_publish_middleware_is_told_at_build() -> None:
 
     with pytest.raises(ExceptionGroup, match="publish_middleware"):
         App(brokers={"default": MemoryBroker()}, publish_middleware=[wrong]).build()  # type: ignore[list-item]
+
+
+async def test_the_option_that_gives_priorities_is_named() -> None:
+    broker = MemoryBroker()
+    broker.capabilities = msgspec.structs.replace(broker.capabilities, priorities=False, priorities_option="levels")
+    async with App(brokers={"mq": broker}).running() as app:
+        with pytest.raises(Rejected, match=r"'mq' has no priorities; its option levels= \(brokers\.mq\.levels\) gives"):
+            await app.publish("a", 1, priority=1, broker="mq")
+    broker.capabilities = msgspec.structs.replace(broker.capabilities, priorities=True)
+    async with App(brokers={"mq": broker}).running() as app:
+        await app.publish("a", 1, priority=1, broker="mq")
 
 
 async def test_a_priority_that_the_broker_has_not_is_refused() -> None:
