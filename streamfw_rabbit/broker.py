@@ -10,7 +10,7 @@ import msgspec
 
 from streamfw.broker import Broker, Capabilities, Connection, Subscription
 
-from .connection import RabbitConnection, subscription_mistakes
+from .connection import RabbitConnection, may_order, subscription_mistakes
 from .publish import REPLY_TO
 from .queue import Declare, RabbitQueue
 from .settings import Auth, Settings, TransportOption, parsed
@@ -114,11 +114,15 @@ class RabbitBroker(Broker):
         source = subscription.source
         if isinstance(source, Stream):
             return capabilities_of_stream(self.capabilities)
-        known = source is None or isinstance(source, RabbitQueue)
+        if source is not None and not isinstance(source, RabbitQueue):
+            return self.capabilities  # which is refused
+        # An order that is asked for and cannot be had is refused with its reason, in `mistakes`.
+        ordered = subscription.ordered_by is not None or may_order(source, self._settings)
         return msgspec.structs.replace(
             self.capabilities,
-            retry=known and retries(subscription, self._settings),
-            priorities=isinstance(source, RabbitQueue) and source.priorities is not None,
+            retry=retries(subscription, self._settings),
+            ordered_by=self.capabilities.ordered_by if ordered else frozenset(),
+            priorities=source is not None and source.priorities is not None,
         )
 
     def place(self, subscription: Subscription) -> Hashable:

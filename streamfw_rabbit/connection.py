@@ -14,7 +14,7 @@ from . import topology
 from .deadletters import RabbitDeadLetters
 from .epochs import Epochs
 from .publish import Publishing
-from .queue import RabbitQueue
+from .queue import Declare, RabbitQueue
 from .replies import ReplySource
 from .settings import Settings, connection_options
 from .source import RabbitSource
@@ -149,6 +149,15 @@ async def _within(seconds: float, question: Coroutine[object, object, str | None
     return task.result() if task.done() else f"no answer in {seconds:g} s"
 
 
+def may_order(source: RabbitQueue | None, settings: Settings) -> bool:
+    """Whether a queue is known to have a single active consumer where it is to have one."""
+    return _mode(source, settings) == "declare" or (source is not None and source.single_active)
+
+
+def _mode(source: RabbitQueue | None, settings: Settings) -> Declare:
+    return settings.declare if source is None else source.declare or settings.declare
+
+
 def subscription_mistakes(subscription: Subscription, settings: Settings) -> list[str]:
     """What RabbitMQ cannot honour of a subscription, as sentences."""
     source = subscription.source
@@ -163,11 +172,9 @@ def subscription_mistakes(subscription: Subscription, settings: Settings) -> lis
                 f"dead_letter={source.name!r}: this is the queue itself; dead letters would come back for ever"
             )
         found += source.mistakes(subscription.dead_letter is not None)
-    mode = source.declare if isinstance(source, RabbitQueue) and source.declare is not None else settings.declare
-    sure = isinstance(source, RabbitQueue) and source.single_active
-    if subscription.ordered_by is not None and mode != "declare" and not sure:
+    if subscription.ordered_by is not None and not may_order(source, settings):
         found.append(
-            f"ordered_by={subscription.ordered_by!r} with declare={mode!r}: an order needs a queue that has a single "
-            "active consumer, and nobody can see whether this one has; say RabbitQueue(.., single_active=True) if so"
+            f"ordered_by={subscription.ordered_by!r} with declare={_mode(source, settings)!r}: an order needs a queue that has a "
+            "single active consumer, and nobody can see whether this one has; say RabbitQueue(.., single_active=True) if so"
         )
     return found

@@ -66,6 +66,11 @@ def test_a_plain_name_is_a_quorum_queue_of_its_group_bound_to_its_exchange() -> 
     }
 
 
+def test_a_priority_where_there_are_none_says_how_to_have_them() -> None:
+    assert BROKER.capabilities.priorities_option == "priorities"
+    assert RabbitBroker("amqp://h", priorities=10).capabilities.priorities
+
+
 def test_groups_never_share_a_queue() -> None:
     pairs = [("a", "b.c"), ("a.b", "c"), ("a", "b+2Ec"), ("a", "b+c"), ("a.b+2Ec", "d"), ("a", "b"), ("a.b", "b")]
     assert len({group_queue(name, group) for name, group in pairs}) == len(pairs)
@@ -217,6 +222,17 @@ def test_an_order_needs_a_queue_that_is_known_to_have_one_consumer(mode: Declare
     assert mistakes(RabbitQueue("q", declare=mode, single_active=True), ordered_by=order) == []
     assert mistakes(RabbitQueue("q"), ordered_by=order) == []
     there = RabbitBroker("amqp://h", declare=mode)
+    assert there.capabilities_of(Subscription("orders")).ordered_by == frozenset()
+    assert BROKER.capabilities_of(Subscription("q", source=RabbitQueue("q", declare=mode))).ordered_by == frozenset()
+    sure = RabbitQueue("q", declare=mode, single_active=True)
+    assert there.capabilities_of(Subscription("q", source=sure)).ordered_by == {"key", "partition"}
+
+    @subscriber(RabbitQueue("q", declare=mode), ordered_by=order)
+    async def handle(body: str) -> None: ...
+
+    with pytest.raises(ExceptionGroup) as caught:
+        App(handle, brokers={"default": BROKER}).build()
+    assert len(caught.value.exceptions) == 1 and f"declare={mode!r}" in str(caught.value)
     assert len(list(there.mistakes(Subscription("orders", ordered_by=order)))) == 1
 
 
