@@ -173,8 +173,9 @@ def subscription_mistakes(subscription: Subscription, settings: Settings) -> lis
             )
         found += source.mistakes(subscription.dead_letter is not None)
     if subscription.ordered_by is not None and not may_order(source, settings):
+        said = f"ordered_by={subscription.ordered_by!r} with declare={_mode(source, settings)!r}"
         found.append(
-            f"ordered_by={subscription.ordered_by!r} with declare={_mode(source, settings)!r}: an order needs a queue that has a "
-            "single active consumer, and nobody can see whether this one has; say RabbitQueue(.., single_active=True) if so"
+            f"{said}: an order needs a queue that has a single active consumer, and nobody can see whether this one "
+            "has; say RabbitQueue(.., single_active=True) if so"
         )
     return found
