@@ -14,7 +14,7 @@
     │   ├── Unroutable           nobody would ever get it
     │   ├── Rejected             the broker cannot take this message as it is
     │   │   └── TooLarge
-    │   ├── Blocked              the broker takes nothing now
+    │   ├── Blocked              the broker takes nothing now, or a queue does not
     │   ├── Unavailable          it was surely not stored: the broker could not be reached
     │   └── OutcomeUnknown       it may be stored: publish again with the same message id
     ├── SettleError              one settlement changed nothing (answered for each delivery)
@@ -157,7 +157,8 @@ class TooLarge(Rejected):
 
 
 class Blocked(PublishError):
-    """The broker takes no messages at present (an alarm, a full queue); it was not stored."""
+    """The broker takes no messages at present (an alarm, a full queue); it was not stored. Where the name leads to
+    several queues and one of them is full, the others may have it."""
 
 
 class Unavailable(PublishError):
