@@ -113,7 +113,7 @@ async def _ended(others: Processes) -> AsyncIterator[None]:
 
 def _plan(faults: int, chance: random.Random) -> list[str]:
     """So many of the faults that there are: each once, and the rest by weight, in any order."""
-    every = [*KINDS, *(kind for kind, weight in KINDS.items() for _ in range(weight - 1))]
+    every = [*KINDS, *(name for name, kind in KINDS.items() for _ in range(kind.weight - 1))]
     plan = [every[number % len(every)] for number in range(faults)]
     chance.shuffle(plan)
     return plan

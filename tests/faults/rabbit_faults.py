@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from streamfw import App
@@ -37,19 +37,6 @@ SYNC: Final = "mnesia:sync_log(), [dets:sync(Table) || Table <- dets:all()]"
 GREETING: Final = b"AMQP\x00\x00\x09\x01"
 
 KILLED: Final = "consumer killed"
-KINDS: Final[dict[str, int]] = {
-    "connections closed by the server": 3,
-    "connections cut": 2,
-    "network swallowed": 1,
-    "node restarted": 1,
-    "node killed (SIGKILL)": 1,
-    "node frozen": 1,
-    "memory alarm": 2,
-    "queue deleted": 4,
-    "channel closed by a precondition": 3,
-    f"{KILLED} (SIGKILL)": 2,
-}
-"""Of twenty faults."""
 
 
 class Faults:
@@ -75,29 +62,11 @@ class Faults:
         self._reds = 0
 
     async def run(self, plan: Sequence[str], pace: Pace) -> None:
-        kinds: dict[str, Callable[[Fate], Awaitable[None]]] = dict(
-            zip(
-                KINDS,
-                (
-                    self._close,
-                    self._cut,
-                    self._swallow,
-                    self._restart,
-                    self._kill,
-                    self._freeze,
-                    self._alarm,
-                    self._delete,
-                    self._violate,
-                    self._kill_another,
-                ),
-                strict=True,
-            )
-        )
         await self._recovered()  # so that all consume
         for kind in plan:
             await asyncio.sleep(self.chance.uniform(0.02, 0.3))
             self._others.check()
-            await kinds[kind](Fate(time.monotonic_ns(), kind, 0))
+            await KINDS[kind].happen(self, Fate(time.monotonic_ns(), kind, 0))
             self.counts[kind] += 1
             pace.fault_is_over()
 
@@ -240,6 +209,28 @@ class Faults:
         async with self._happens(replace(fate, process=name, kills=True), red=False):
             await self._others.kill(name)
         await self._others.start()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How many of twenty faults are of it, and what happens."""
+
+    weight: int
+    happen: Callable[[Faults, Fate], Awaitable[None]]
+
+
+KINDS: Final = {
+    "connections closed by the server": Kind(3, Faults._close),
+    "connections cut": Kind(2, Faults._cut),
+    "network swallowed": Kind(1, Faults._swallow),
+    "node restarted": Kind(1, Faults._restart),
+    "node killed (SIGKILL)": Kind(1, Faults._kill),
+    "node frozen": Kind(1, Faults._freeze),
+    "memory alarm": Kind(2, Faults._alarm),
+    "queue deleted": Kind(4, Faults._delete),
+    "channel closed by a precondition": Kind(3, Faults._violate),
+    f"{KILLED} (SIGKILL)": Kind(2, Faults._kill_another),
+}
 
 
 async def _greets(facts: Rabbit) -> bool:
