@@ -36,13 +36,14 @@ syncs to disk (Kafka as its defaults have it, which leave that to the system), a
 past its lease or session, or could not reach the server, before the settlement was durable. Anything else, and anything
 lost, fails the suite. This page is rendered from `results.json`; no figure is typed.
 
-On RabbitMQ (`rabbit-cuts`) one app has subscribers of every kind: a single worker, many with a prefetch, batches, retries
-and dead letters, one ordered by key, and one on a stream; a second process of its group competes with it, and is killed.
-The app publishes all the while, and publishes again, with the same id, what it was not told to be stored. A duplicate is
-explained by the end of its channel or process before the server had surely read the acknowledgement, by such a second
-publish (*published again*), or by a copy for later or a dead letter that was made twice (*copied again*); a channel that
-ends without a fault fails the suite, and so does a key out of order, or an outage that health does not show. Within five
-seconds of the server's return every subscriber has to handle a fresh message (*at work again*).
+On RabbitMQ (`rabbit-cuts`) one app has subscribers of every kind: a single worker, many with a prefetch, batches,
+retries and dead letters, one ordered by key, and one on a stream; a second process of its group competes with it, and
+is killed. The app publishes all the while, and publishes again, with the same id, what it was not told to be stored. A
+duplicate is explained by the end of its channel or process before the server had surely read the acknowledgement, by
+such a second publish (*published again*), or by a copy for later or a dead letter that was made twice (*copied
+again*); a channel that ends without a fault fails the suite, and so does a key out of order, or an outage that health
+does not show. Within five seconds of the server's return every subscriber has to handle a fresh message (*at work
+again*).
 
 | suite | rounds | published | handled | lost | duplicates, explained | faults |
 |---|---|---|---|---|---|---|
