@@ -322,16 +322,21 @@ def make_broker(path: str, url: str, options: Mapping[str, Any] | None = None) -
         )
     factory = _factory(path, scheme, installed[scheme])
     known = _options_of(factory)
-    checked = _broker_options(path, options or {}, known)
+    checked, errors = _broker_options(path, options or {}, known)
     try:
         broker = factory(url, **checked)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        errors.append(error)
+    except WrongOptions as error:
+        errors += (ConfigError(path, _without_secrets(mistake, url, checked, known)) for mistake in error.mistakes)
     except (ValueError, TypeError, StreamError) as error:
-        # Not from it: whoever parses a URL likes to quote it, and a traceback would show that.
-        mistakes = error.mistakes if isinstance(error, WrongOptions) else (str(error),)
-        errors = [ConfigError(path, _without_secrets(mistake, url, checked, known)) for mistake in mistakes]
-        raise (errors[0] if len(errors) == 1 else ExceptionGroup(f"{path}: wrong options", errors)) from None
+        if not errors:  # else this may only follow of them
+            errors.append(ConfigError(path, _without_secrets(str(error), url, checked, known)))
+    if len(errors) == 1:
+        # Not from another: whoever parses a URL likes to quote it, and a traceback would show that.
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup(f"{path}: wrong options", errors)
     if not isinstance(broker, Broker):
         raise ConfigError(f"{path}.url", f"the entry point of {scheme}:// made a {type(broker).__name__}, not a Broker")
     return broker
@@ -359,15 +364,12 @@ def _options_of(factory: Any) -> dict[str, Any]:
     return {p.name: hints.get(p.name, Any) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _broker_options(path: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Check options against those there are, and convert what came as text."""
+def _broker_options(
+    path: str, options: Mapping[str, Any], known: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[ConfigError]]:
+    """The options that are of their type, converted where they came as text, and what is wrong with the others."""
     reading = _Reading()
-    checked = reading.converted(f"{path}.", options, known, known)
-    if len(reading.errors) > 1:
-        raise ExceptionGroup(f"{path}: wrong options", reading.errors)
-    if reading.errors:
-        raise reading.errors[0]
-    return checked
+    return reading.converted(f"{path}.", options, known, known), reading.errors
 
 
 _SECRET: Final = re.compile("pass|pwd|secret|token|credential|sasl", re.IGNORECASE)

@@ -326,7 +326,8 @@ def _binding_mistakes(binding: Binding) -> Iterable[str]:
     kind: object = exchange.type
     if not isinstance(kind, str) or not (kind in EXCHANGE_TYPES or kind.startswith("x-")):
         hint = near(kind, EXCHANGE_TYPES) if isinstance(kind, str) else f"; known are {', '.join(EXCHANGE_TYPES)}"
-        yield f"Exchange(type={kind!r}): there is no such type, and those of plugins begin with 'x-'{hint}"
+        said = f"Exchange({exchange.name!r}, type={kind!r})"
+        yield f"{said}: there is no such type, and those of plugins begin with 'x-'{hint}"
     if (mistake := name_mistake(exchange.name, EXCHANGE_NAME)) is not None:
         yield f"Exchange({exchange.name!r}): {mistake}"
     if exchange.declare is not None and exchange.declare not in get_args(Declare):

@@ -166,7 +166,7 @@ def test_bindings(source: RabbitQueue, expected: list[Binding] | None) -> None:
         (RabbitQueue("q", exchange=Exchange("e", declare="x"), bind="a"), "Exchange(declare='x')"),  # type: ignore[arg-type]
         (
             RabbitQueue("q", exchange=Exchange("e", "topics"), bind="a"),
-            "Exchange(type='topics'): there is no such type",
+            "Exchange('e', type='topics'): there is no such type",
         ),
         (RabbitQueue("q", exchange=Exchange("e", "topics"), bind="a"), "did you mean 'topic'?"),
         (RabbitQueue("q", exchange=Exchange("e", ""), bind="a"), "known are direct, fanout, topic, headers"),

@@ -147,6 +147,16 @@ def test_an_option_of_the_url_is_shown_as_it_is(scheme: str, options: str, told:
     assert [str(error) for error in errors] == [f"brokers.default: {one}" for one in told]
 
 
+def test_options_of_a_wrong_type_and_of_a_wrong_value_come_together() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        make_broker("brokers.a", "amqp://h", {"transport": "foo", "window": 0, "delivery_limit": "5"})
+    assert [str(error) for error in caught.value.exceptions] == [
+        "brokers.a.transport: 'foo': one of auto, aiormq, fast is needed",
+        "brokers.a: delivery_limit=5: a whole number from 20 to 2147483647 is needed",
+        "brokers.a: window=0: a whole number from 1 to 100000 is needed",
+    ]
+
+
 @pytest.mark.parametrize(
     "url",
     [
