@@ -1,4 +1,4 @@
-"""Many messages of a queue in one round trip.
+"""The library's channel for declarations and the like: no call is broken off, and many messages come in one round trip.
 
 The library's `basic_get` sends the next Basic.Get when the one before is answered. AMQP does not ask for that: a
 channel answers its methods in order, so they can all be under way together, and the answers are in the order of the
@@ -31,6 +31,11 @@ class GettingChannel(aiormq.Channel):
         self._missing = 0
         self._all: asyncio.Future[None] | None = None
         self._calls: set[asyncio.Task[Any]] = set()
+
+    async def rpc(self, frame: Any, timeout: Any = None) -> Any:
+        """See `aiormq.Channel.rpc`. It runs to its end, also when the caller is cancelled: the library would close the
+        channel in the middle of it, and what then comes for its number may end the whole connection (504)."""
+        return await finished(super().rpc(frame, timeout), self._calls)
 
     async def get_many(self, queue: str, count: int) -> list[DeliveredMessage]:
         """The first messages of `queue`, `count` of them, or fewer when it has no more. They are unsettled, also when

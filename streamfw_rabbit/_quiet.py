@@ -1,4 +1,4 @@
-"""The library's connection, without the records of what is told here.
+"""The library's connection: without the records of what is told here, and reading on past what it cannot decode.
 
 aiormq logs each connection that ends, as an error and with a traceback, each blocking, and each consumer that the
 server ends. These are part of any service's life, and `epochs` and `source` say what is made of them. Other users of
@@ -13,11 +13,16 @@ from typing import Any
 
 import aiormq
 
+from ._reading import FrameReader
+
 __all__ = ["QuietConnection"]
 
 
 class QuietConnection(aiormq.Connection):
     """A connection of ours."""
+
+    async def _Connection__reader(self, frame_receiver: Any) -> None:
+        await super()._Connection__reader(FrameReader(frame_receiver.reader))  # type: ignore[misc]
 
     def _on_reader_done(self, task: asyncio.Task[Any]) -> None:
         _filter.ours = True  # this record does not name its connection

@@ -29,12 +29,12 @@ from streamfw.message import (
 from streamfw.runtime.settler import backoff
 from streamfw.texts import one_line
 
-from . import _content
 from ._gets import GettingChannel
+from ._reading import properties_of
 from .channel import Properties
 from .epochs import Epochs
 from .errors import ChannelGone
-from .headers import copied, key_of, put_aside_by, told_by_server, visible_headers
+from .headers import copied, key_of, malformed, put_aside_by, told_by_server, visible_headers
 from .publish import Publishing
 from .topology import group_queue, is_kept
 
@@ -64,7 +64,10 @@ class Taken:
     def __init__(self, message: DeliveredMessage) -> None:
         self.tag = message.delivery_tag or 0
         self.body = bytes(message.body)
-        self.properties: Properties = _content.from_library(message.header.properties)
+        try:
+            self.properties = properties_of(message.header)
+        except ValueError as error:  # the sender's mistake: the message is there all the same
+            self.properties = Properties(raw_headers=dict(malformed(error).pairs))
 
 
 class Table:

@@ -83,7 +83,7 @@ def maker_of(name: str, ordered_by: Order | None, queue: str, key: KeyFrom, ladd
             if ATTEMPT in table:
                 attempt = _attempt(raw, table, ladder)
         if key is None and by_routing_key:
-            key = _routing_key(raw, table)
+            key = _routing_key(raw, table) or None  # empty: not there, or no text
         return RabbitDelivery(
             name=name,
             body=raw.body,

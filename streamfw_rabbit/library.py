@@ -5,8 +5,6 @@ that queue: it takes deliveries, returns and confirms there and then, and passes
 no task is made a delivery, and none wakes up for one.
 
 It is what ``transport="aiormq"`` asks for: the fallback for the fast lane, and in the tests what that is compared with.
-One thing it cannot do is to survive a message whose properties or names are malformed (text that is no UTF-8): the
-library decodes them for every frame, and ends its connection over one that it cannot.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from pamqp import commands
 from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 
-from . import _content
 from ._base import BaseChannel, told
 from ._epoch import Epoch, WriteQueue
+from ._reading import DamagedHeader, properties_of
 from ._tables import SEQUENCE_HEADER
 from .channel import Closed, Properties, RawDelivery, Returned, Transport
 from .errors import reason
@@ -61,7 +59,7 @@ class LibraryDelivery(RawDelivery):
 
     @property
     def properties(self) -> Properties:
-        return _content.from_library(self._header.properties)
+        return properties_of(self._header)
 
     def __repr__(self) -> str:
         return f"LibraryDelivery(tag={self.tag}, {len(self.body)} bytes)"
@@ -86,7 +84,7 @@ class _Frames(asyncio.Queue[Any]):
         kind = type(frame)
         if kind is ContentBody and self._want is not None:
             self._body(frame.value or b"")
-        elif kind is ContentHeader and self._want is not None:
+        elif (kind is ContentHeader or kind is DamagedHeader) and self._want is not None:
             self._head(frame)
         elif kind is commands.Basic.Deliver or kind is commands.Basic.Return:
             self._want = frame

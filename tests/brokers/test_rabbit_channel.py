@@ -143,18 +143,18 @@ async def test_what_amqp_cannot_carry_sends_nothing(rabbit: Rabbit, transport: T
         assert await receipts.wait() == [None]
 
 
-async def test_a_malformed_message_is_bad_alone(rabbit: Rabbit) -> None:
+async def test_a_malformed_message_is_bad_alone(rabbit: Rabbit, transport: TransportName) -> None:
     """Text that is no UTF-8, which the server does not look at. The library's reader would end its connection."""
-    async with rig(rabbit, "fast") as r:
+    async with rig(rabbit, "fast") as writer, rig(rabbit, transport) as r:
         await r.queue()
-        channel = await r.channel(confirms=True)
+        channel = await writer.channel(confirms=True)
         assert isinstance(channel, FastChannel)
         receipts = Receipts(3)
         for place, message_id in enumerate(("good", "bad-id", "good too")):
             properties = Properties(message_id=message_id, raw_headers={"a": 1})
             channel.publish("", "q", properties, b"body", receipts, place)
-        [frames] = [b"".join(r.epoch._out)]  # type: ignore[attr-defined]
-        r.epoch._out[:] = [frames.replace(b"bad-id", b"b\xff\xff-id")]  # type: ignore[attr-defined]
+        [frames] = [b"".join(writer.epoch._out)]  # type: ignore[attr-defined]
+        writer.epoch._out[:] = [frames.replace(b"bad-id", b"b\xff\xff-id")]  # type: ignore[attr-defined]
         assert await receipts.wait() == [None] * 3
         tap = await r.consumer()
         good, bad, after = await tap.until(3)

@@ -15,11 +15,12 @@ from streamfw.errors import BrokerClosed, BrokerRefused, Unroutable
 from streamfw.message import ERROR, ERROR_TYPE, ORIGIN, ORIGIN_ATTEMPT, ORIGIN_GROUP, Outgoing
 from streamfw_rabbit import Exchange, RabbitQueue, TopologyMismatch
 from streamfw_rabbit._epoch import WriteQueue
+from streamfw_rabbit.channel import Properties, Receipts
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.deadletters import adopt, looking
 from streamfw_rabbit.errors import NotFound
 from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, send, source_of
-from tests.brokers.rabbit_kit import TransportName
+from tests.brokers.rabbit_kit import TransportName, rig
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
 
@@ -36,6 +37,35 @@ async def test_a_stream_has_no_dead_letters_to_take(connection: RabbitConnection
     with pytest.raises(BrokerRefused, match=f"'{stream}' is a stream"):
         await letters.list()
     assert (connection.consuming.connects, connection.publisher.connects) == (1, 1)
+
+
+async def test_a_letter_that_cannot_be_read_stops_nobody(
+    connection: RabbitConnection, rabbit: Rabbit, other: Raw
+) -> None:
+    """Its properties are no UTF-8: the library ends its connection over that, and all that goes over it."""
+    name = new_name()
+    dead = f"{name}.dead"
+    async with member(connection, name, dead_letter=dead):
+        pass
+    async with rig(rabbit, "fast") as r:
+        writer, receipts = await r.channel(confirms=True), Receipts(3)
+        for place, message_id in enumerate(("one", "bad-id", "three")):
+            writer.publish("", dead, Properties(message_id=message_id), b"%d" % place, receipts, place)
+        frames = b"".join(r.epoch._out)  # type: ignore[attr-defined]
+        r.epoch._out[:] = [frames.replace(b"bad-id", b"b\xff\xff-id")]  # type: ignore[attr-defined]
+        assert await receipts.wait() == [None] * 3
+    await other.left(dead, 3)
+    letters = await connection.dead_letters(dead)
+    shown = await letters.list()
+    assert [(one.message_id, one.body) for one in shown] == [("one", b"0"), ("", b"1"), ("three", b"2")]
+    assert "malformed message properties" in shown[1].headers["malformed-properties"]
+    assert await letters.purge(["one"]) == 1
+    async with member(connection, dead, "undertaker") as taker:
+        taken = await taker.take(2)
+        assert [delivery.body for delivery in taken] == [b"1", b"2"]
+        assert "malformed message properties" in taken[0].headers["malformed-properties"]
+        await taker.acknowledge(taken)
+    assert connection.consuming.connects == 1
 
 
 @pytest.fixture
