@@ -354,6 +354,11 @@ class Source(ABC):
         `BrokerClosed` is raised. An outcome that is not declared raises `Unsupported`, and nothing is settled.
         """
 
+    def can_retry(self, delivery: Delivery) -> bool:
+        """Whether a `Retry` of this delivery can be settled, where `Capabilities.retry`. If not (a copy of it would be
+        larger than what the server takes, say), the runtime keeps it and tries again in place. Must not raise."""
+        return True
+
     @abstractmethod
     async def stop(self) -> None:
         """No new deliveries: a pending `fetch` returns ``()`` soon, and so does every later one. What is out stays

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from .broker import Connection, Delivery, Subscription
+from .errors import TooLarge
 from .handler import Call
-from .message import Outgoing, dead_letter_headers
+from .message import LEFT_OUT, Outgoing, dead_letter_headers, lightened
 from .outcome import DeadLetter, is_outcome
 from .outlet import send
 from .publisher import Publisher
+from .texts import one_line
 
 __all__ = ["dead_letter_of", "in_a_task", "publishing", "putting_aside"]
+
+log = logging.getLogger("streamfw")
 
 
 def publishing(call: Call, publisher: Publisher[Any]) -> Call:
@@ -49,7 +54,20 @@ def putting_aside(
         return None
 
     async def put_aside(delivery: Delivery, outcome: DeadLetter) -> None:
-        await send(connection(), dead_letter_of(delivery, outcome, target, subscription.group))
+        letter = whole = dead_letter_of(delivery, outcome, target, subscription.group)
+        while True:
+            try:
+                await send(connection(), letter)
+            except TooLarge as error:
+                lighter = lightened(letter, error.headers_over) if error.headers_over else None
+                if lighter is None:
+                    raise
+                letter = lighter
+                continue
+            if letter is not whole:
+                text = "the dead letter of message %s in %r goes without headers that make it too large: %s"
+                log.warning(text, one_line(delivery.message_id), target, one_line(letter.headers[LEFT_OUT]))
+            return
 
     return put_aside
 
@@ -65,4 +83,11 @@ def dead_letter_of(delivery: Delivery, outcome: DeadLetter, target: str, group: 
         delivery.attempt,
         delivery.origin_place(),
     )
-    return Outgoing(name=target, body=delivery.body, message_id=delivery.message_id, key=delivery.key, headers=headers)
+    return Outgoing(
+        name=target,
+        body=delivery.body,
+        message_id=delivery.message_id,
+        key=delivery.key,
+        headers=headers,
+        stored=True,
+    )

@@ -153,7 +153,12 @@ class Rejected(PublishError):
 
 
 class TooLarge(Rejected):
-    """Its body is larger than the broker's limit, in bytes."""
+    """It is larger than the broker's limit. `headers_over`: with so many bytes less of headers it may pass; 0: its body
+    alone is too large."""
+
+    def __init__(self, message: str, *, name: str = "", message_id: str = "", headers_over: int = 0) -> None:
+        super().__init__(message, name=name, message_id=message_id)
+        self.headers_over = headers_over
 
 
 class Blocked(PublishError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
@@ -23,6 +23,7 @@ __all__ = [
     "DEAD_LETTER_HEADERS",
     "ERROR",
     "ERROR_TYPE",
+    "LEFT_OUT",
     "NO_HEADERS",
     "ORIGIN",
     "ORIGIN_ATTEMPT",
@@ -37,6 +38,7 @@ __all__ = [
     "Outgoing",
     "Tombstone",
     "dead_letter_headers",
+    "lightened",
     "new_message_id",
     "original_headers",
 ]
@@ -152,6 +154,10 @@ DEAD_LETTER_HEADERS: Final = frozenset(
 )
 
 
+LEFT_OUT: Final = "streamfw-headers-left-out"
+"""The names of the headers that were too large to be published again with a dead letter."""
+
+
 class Tombstone(bytes):
     """A body that is not there, which in a compacted log deletes the key. As bytes it is empty."""
 
@@ -244,6 +250,9 @@ class Outgoing(msgspec.Struct, gc=False, kw_only=True):
     `delay` is in seconds from the broker's acceptance. `priority`: smaller comes first, where the broker has any.
     `kept` False (a reply to an inbox): nobody keeps it for groups that are yet to come; where none has subscribed it is
     `Unroutable`. Sent only where `Capabilities.replies`.
+
+    `stored`: the broker has taken this body before, and it moves to another place (a dead letter, a retry): our own
+    limit (`Capabilities.max_body`) does not keep it where it must not stay.
     """
 
     name: str
@@ -254,6 +263,51 @@ class Outgoing(msgspec.Struct, gc=False, kw_only=True):
     delay: float = 0.0
     priority: int = 0
     kept: bool = True
+    stored: bool = False
+
+
+_LONGEST: Final = 1000  # bytes of `LEFT_OUT`, and of a key that stays in any case
+
+
+def lightened(message: Outgoing, over: int) -> Outgoing | None:
+    """`message` without the largest of its headers, at least `over` bytes lighter where it can be; last goes a key of
+    more than a thousand bytes. What says that it is a dead letter stays, and `LEFT_OUT` names what does not. None:
+    there is nothing that could be left out."""
+    pairs = message.headers.pairs
+    told = message.headers.raw(LEFT_OUT) or b""
+    names = [told[:_LONGEST].decode("utf-8", "replace")] if told else []
+    may_go = [at for at, (name, _) in enumerate(pairs) if name not in DEAD_LETTER_HEADERS and name != LEFT_OUT]
+    gone: set[int] = set()
+    freed = len(told)
+    for at in sorted(may_go, key=lambda at: _size(*pairs[at]), reverse=True):
+        gone.add(at)
+        names.append(pairs[at][0])
+        freed += _size(*pairs[at])
+        if freed - _size(LEFT_OUT, _listed(names)) >= over:
+            break
+    key = message.key
+    if not gone:
+        if key is None or len(key) <= _LONGEST:
+            return None
+        key = None
+        names.append("(the key)")
+    kept = [pair for at, pair in enumerate(pairs) if at not in gone and pair[0] != LEFT_OUT]
+    headers = Headers.of((*kept, (LEFT_OUT, _listed(names))))
+    return msgspec.structs.replace(message, key=key, headers=headers)
+
+
+def _size(name: str, value: bytes | None) -> int:
+    return len(name) + len(value or b"")
+
+
+def _listed(names: Sequence[str]) -> bytes:
+    text = ""
+    for place, name in enumerate(names):
+        more = f"{text}, {name}" if text else name
+        if len(more) > _LONGEST:
+            return f"{text} and {len(names) - place} more".strip().encode("utf-8", "replace")
+        text = more
+    return text.encode("utf-8", "replace")
 
 
 _endings: list[str] = []

@@ -26,12 +26,14 @@ from .channel import Properties, RawDelivery, Returned
 
 __all__ = [
     "HEARTBEAT",
+    "DoesNotFit",
     "FastDelivery",
     "Parser",
     "Sink",
     "Watched",
     "ack_frame",
     "connection_close",
+    "fits",
     "methods",
     "nack_frame",
     "plain_frames",
@@ -43,6 +45,8 @@ HEARTBEAT: Final = b"\x08\0\0\0\0\0\0\xce"
 END: Final = b"\xce"
 # A frame has eight bytes beside its payload.
 OVERHEAD: Final = 8
+# What a content header has beside the properties: class, weight, the body's size.
+_FIXED: Final = 12
 
 CONNECTION_CLOSE, CONNECTION_CLOSE_OK, BLOCKED, UNBLOCKED = (bytes((0, 10, 0, n)) for n in (50, 51, 60, 61))
 CHANNEL_CLOSE, CHANNEL_CLOSE_OK = bytes((0, 20, 0, 40)), bytes((0, 20, 0, 41))
@@ -59,6 +63,22 @@ _tag_at = _TAG.unpack_from
 
 
 # Writing
+
+
+class DoesNotFit(ValueError):
+    """Properties and headers that are larger than a frame, by `over` bytes."""
+
+    def __init__(self, size: int, room: int) -> None:
+        super().__init__(
+            f"properties and headers of {size} bytes: the server takes at most {room} (frame_max of the connection); "
+            f"put what is large into the body"
+        )
+        self.over = size - room
+
+
+def fits(properties: bytes, frame_max: int) -> bool:
+    """Whether encoded properties fit into a frame, which their content header is."""
+    return _FIXED + len(properties) <= frame_max - OVERHEAD
 
 
 def ack_frame(channel: int, tag: int, multiple: bool) -> bytes:
@@ -89,14 +109,11 @@ def _publish_method(channel: int, exchange: str, routing_key: str, mandatory: bo
 def publish_frames(
     channel: int, exchange: str, routing_key: str, properties: bytes, body: bytes, frame_max: int, mandatory: bool
 ) -> bytes:
-    """A whole message. Raises `ValueError` for names, or properties, that do not fit."""
+    """A whole message. Raises `ValueError` for names, and `DoesNotFit` for properties, that do not fit."""
     method = _publish_method(channel, exchange, routing_key, mandatory)
     size, room = len(body), frame_max - OVERHEAD
-    if 12 + len(properties) > room:
-        raise ValueError(
-            f"properties and headers of {len(properties)} bytes: the server takes at most {room - 12} "
-            f"(frame_max of the connection); put what is large into the body"
-        )
+    if not fits(properties, frame_max):
+        raise DoesNotFit(len(properties), room - _FIXED)
     head = method + _CONTENT.pack(2, channel, 12 + len(properties), 60, 0, size) + properties
     if not size:
         return head + END  # an empty body has no frame

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from typing import Final
 
 from streamfw.errors import BrokerClosed, BrokerError, PublishError, Unavailable
 from streamfw.message import Outgoing
 from streamfw.runtime.settler import backoff
 
-from .channel import FieldValue
+from . import _content
+from ._wire import fits
+from .channel import FieldValue, Properties
 from .delivery import RabbitDelivery, left_of
 from .epochs import Epochs
 from .headers import ATTEMPT, FROM, LEFT, copied
@@ -21,6 +24,8 @@ from .retry import LONGEST, Ladder
 __all__ = ["Again"]
 
 log = logging.getLogger("streamfw.rabbit")
+
+_DEATHS: Final = 8192  # bytes that ``x-death`` may have in the end: about 300 for each of the rungs
 
 
 class Again:
@@ -49,6 +54,23 @@ class Again:
     def has(self, epoch: int, tag: int) -> bool:
         """Whether that delivery is being taken back."""
         return (epoch, tag) in self._moving
+
+    def fits(self, delivery: RabbitDelivery, frame_max: int) -> bool:
+        """Whether its copy would fit into frames of that size, also with what the server adds on each rung."""
+        if not delivery.properties.raw_headers:
+            return True
+        try:
+            # The largest numbers that there may be.
+            properties = self._copy(delivery, 2 * LONGEST, LONGEST)
+            return fits(_content.encode(properties, LONGEST), frame_max - min(_DEATHS, frame_max // 4))
+        except (ValueError, TypeError):
+            return False
+
+    def _copy(self, delivery: RabbitDelivery, seconds: int, attempt: int) -> Properties:
+        table: dict[str, FieldValue] = {ATTEMPT: attempt, FROM: [delivery.exchange, delivery.routing_key]}
+        if seconds > LONGEST:
+            table[LEFT] = seconds - LONGEST
+        return copied(delivery.properties, table)
 
     def start(self, delivery: RabbitDelivery, after: float, attempt: int) -> None:
         """Let it come again `after` seconds from now, as that attempt."""
@@ -86,18 +108,15 @@ class Again:
             tries += 1
 
     async def _send(self, delivery: RabbitDelivery, after: float, attempt: int) -> PublishError | None:
-        message = Outgoing(name=self._ladder.name, body=delivery.body, message_id=delivery.message_id)
+        message = Outgoing(name=self._ladder.name, body=delivery.body, message_id=delivery.message_id, stored=True)
         seconds = max(1, math.ceil(after))
-        table: dict[str, FieldValue] = {ATTEMPT: attempt, FROM: [delivery.exchange, delivery.routing_key]}
-        if seconds > LONGEST:
-            table[LEFT] = seconds - LONGEST
         try:
             exchange, key = await self._ladder.way(self._epochs, seconds)
         except BrokerClosed:
             raise
         except BrokerError as error:
             return Unavailable(str(error), name=message.name, message_id=message.message_id)
-        failed = await self._publishing.send(exchange, key, message, copied(delivery.properties, table))
+        failed = await self._publishing.send(exchange, key, message, self._copy(delivery, seconds, attempt))
         if failed is not None:
             self._ladder.forget()  # it may be that somebody deleted it
         return failed

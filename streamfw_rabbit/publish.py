@@ -31,6 +31,7 @@ from streamfw.errors import (
 )
 from streamfw.message import NO_HEADERS, Outgoing
 
+from ._wire import DoesNotFit
 from .addresses import Addresses
 from .channel import NACKED, Answer, Closed, Properties, Receipts, Returned
 from .epochs import Epochs
@@ -120,7 +121,8 @@ class Publishing:
         route = self._routes.get(message.name)
         if route is None or route.until < began or message.delay or not route.mandatory:
             return await self._publish((message,))
-        channel = self._lane.free(len(body)) if len(body) <= self._settings.max_body else None
+        small = len(body) <= self._settings.max_body or message.stored
+        channel = self._lane.free(len(body)) if small else None
         if channel is None:
             return await self._publish((message,))
         receipts = Receipts(1, self._loop)
@@ -135,7 +137,7 @@ class Publishing:
                 key = _routing_key(message) if route.key is None else route.key
                 channel.publish(route.exchange, key, properties, body, receipts)
         except (ValueError, TypeError) as error:
-            return (_caused(Rejected, message, error),)
+            return (_unfit(message, error),)
         except ChannelGone as error:
             return (_caused(Unavailable, message, error),)
         self.calls += 1
@@ -180,7 +182,7 @@ class Publishing:
     async def _send(self, call: Call, place: int, message: Outgoing) -> None:
         """Raises a `PublishError` when it was surely not sent."""
         body = message.body
-        if len(body) > self._settings.max_body:
+        if len(body) > self._settings.max_body and not message.stored:
             text = f"its body of {len(body)} bytes is larger than max_body={self._settings.max_body}"
             raise _error(TooLarge, message, text)
         try:
@@ -215,7 +217,7 @@ class Publishing:
                     until=call.deadline,
                 )
         except (ValueError, TypeError) as error:
-            raise _caused(Rejected, message, error) from error
+            raise _unfit(message, error) from error
         except NotSent as error:
             raise _error(error.kind, message, str(error)) from error.__cause__
         except ChannelGone as error:
@@ -242,7 +244,7 @@ class Publishing:
         except NotSent as error:
             return _error(error.kind, message, str(error))
         except (ValueError, TypeError) as error:
-            return _caused(Rejected, message, error)
+            return _unfit(message, error)
         finally:
             self._call_ended()
         return self._error(message, answer)
@@ -395,6 +397,16 @@ def _routing_key(message: Outgoing) -> str:
 
 def _error(kind: type[PublishError], message: Outgoing, text: str) -> PublishError:
     return kind(text, name=message.name, message_id=message.message_id)
+
+
+def _unfit(message: Outgoing, cause: Exception) -> PublishError:
+    """The error of what AMQP cannot carry."""
+    if not isinstance(cause, DoesNotFit):
+        return _caused(Rejected, message, cause)
+    identity = message.message_id
+    error = TooLarge(str(cause), name=message.name, message_id=identity, headers_over=cause.over)
+    error.__cause__ = cause
+    return error
 
 
 def _caused(kind: type[PublishError], message: Outgoing, cause: Exception) -> PublishError:

@@ -323,6 +323,12 @@ class RabbitSource(Source):
         again.start(delivery, after, delivery.attempt + 1)
         return True
 
+    def can_retry(self, delivery: Delivery) -> bool:
+        """See `Source.can_retry`: its copy has headers of ours besides its own, and they must fit into a frame."""
+        assert isinstance(delivery, RabbitDelivery)
+        epoch = self._consuming.current
+        return self._again is None or epoch is None or self._again.fits(delivery, epoch.frame_max)
+
     def _is_alive(self, epoch: int) -> bool:
         return epoch == self._epoch
 

@@ -358,7 +358,9 @@ class Pump:
             return self._cancelled(delivery)
         if isinstance(outcome, Retry):
             counters.retried += 1
-            if self._retries_here or (outcome.after or 0.0) < caps.retry_after or self._keeps_lane(delivery):
+            short = (outcome.after or 0.0) < caps.retry_after
+            here = self._retries_here or short or self._keeps_lane(delivery)
+            if here or not self.source.can_retry(delivery):
                 if not self._stopping:  # else it is left to the source: behind it in its lane wait others
                     delivery.attempt += 1
                     self.lanes.wait(delivery, outcome.after or 0.0)

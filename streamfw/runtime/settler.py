@@ -8,7 +8,9 @@ Theory of operation
 
     A source that cannot be reached keeps the group: it is settled again after a pause, for nothing of it counts. What
     the source cannot do itself with a dead letter, `bury` does: publish, confirmed, then acknowledge. Its lane goes on
-    meanwhile, as it does when the source does it.
+    meanwhile, as it does when the source does it. It is tried again for as long as that may help; what the broker says
+    it cannot take as it is (`Rejected`) until a person acts, so nothing waits for it: neither a drain nor a source that
+    wants everything settled.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 
 from streamfw.broker import Delivery, Settlement, Source
-from streamfw.errors import BrokerError, SettleError
+from streamfw.errors import BrokerError, Rejected, SettleError
 from streamfw.outcome import ACK, Ack, DeadLetter
 from streamfw.texts import one_line
 
@@ -58,6 +60,8 @@ class Settler:
         self._clock = clock  # not the loop's: uvloop counts in milliseconds, and a settlement takes less
         self._drained = False
         self._burials: set[asyncio.Task[None]] = set()
+        self._refused: set[asyncio.Task[None]] = set()  # of them, those that nobody waits for
+        self._ending = asyncio.Event()
         self.groups = 0
         self.odd = 0  # of those in `done`, how many are no acknowledgements of handled messages
         self.give_up_at: float | None = None
@@ -67,7 +71,7 @@ class Settler:
     @property
     def busy(self) -> bool:
         """Whether something that ended is not settled yet."""
-        return self._settling or bool(self._done) or bool(self._burials)
+        return self._settling or bool(self._done) or len(self._burials) > len(self._refused)
 
     def hurry(self) -> None:
         """A worker ran dry: what is finished may be what keeps the prefetch full."""
@@ -80,8 +84,7 @@ class Settler:
         while True:
             if not done:
                 self._settling = False
-                for signal in self.rested:
-                    signal.set()
+                self._look_up()
                 if self._drained:
                     return
                 await self._to_settle.wait()
@@ -130,14 +133,24 @@ class Settler:
         await self._retry.wait_for(pause)
         return True
 
+    def _look_up(self) -> None:
+        for signal in self.rested:
+            signal.set()
+
     def bury(self, delivery: Delivery, outcome: DeadLetter) -> None:
         """Publish a dead letter and then end the original: for sources that cannot do both in one step."""
         task = asyncio.get_running_loop().create_task(self._bury(delivery, outcome))
         self._burials.add(task)
-        task.add_done_callback(self._burials.discard)
+        task.add_done_callback(self._buried)
+
+    def _buried(self, task: asyncio.Task[None]) -> None:
+        self._burials.discard(task)
+        self._refused.discard(task)
 
     async def _bury(self, delivery: Delivery, outcome: DeadLetter) -> None:
         assert self._dead_letter is not None
+        task = asyncio.current_task()
+        assert task is not None
         trouble = f"the dead letter of message {one_line(delivery.message_id)}"
         attempt = 0
         while True:
@@ -146,17 +159,38 @@ class Settler:
                 break
             except Exception as error:  # whatever the publish raises: the original stays until it is confirmed
                 self._trouble(trouble, error)
-                await asyncio.sleep(backoff(attempt))
+                if isinstance(error, Rejected):
+                    if self._ending.is_set():
+                        return
+                    self._refused.add(task)
+                    self._look_up()
+                else:
+                    self._refused.discard(task)
+                await self._rest(attempt)
                 attempt += 1
+        self._refused.discard(task)
         if attempt:
             self._trouble(trouble, None)
         self._done.append(Settlement(delivery, BURIED))
         self.odd += 1
         self._to_settle.set()
 
+    async def _rest(self, attempt: int) -> None:
+        """The pause before a dead letter is tried again. A drain ends it: there is little time."""
+        pause = backoff(attempt)
+        if self._ending.is_set():
+            await asyncio.sleep(pause)
+            return
+        try:
+            async with asyncio.timeout(pause):
+                await self._ending.wait()
+        except TimeoutError:
+            pass
+
     async def drain(self, deadline: float) -> None:
         """Settle what is left; give up at `deadline` (of the loop's clock)."""
         loop = asyncio.get_running_loop()
+        self._ending.set()
         if self._burials:
             _, late = await asyncio.wait(self._burials, timeout=max(0.0, deadline - loop.time()))
             for task in late:

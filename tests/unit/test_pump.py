@@ -15,6 +15,8 @@ import anyio
 import pytest
 
 from streamfw import Attempt, Header, Message, State
+from streamfw.broker import Delivery
+from streamfw.errors import Rejected
 from streamfw.middleware import Next
 from streamfw.outcome import Ack, Backoff, DeadLetter, Drop, Policy, Retry
 from tests.helpers import eventually
@@ -665,6 +667,43 @@ async def test_the_original_stays_when_its_dead_letter_cannot_be_published() -> 
         await rig.drain(0.05)
     assert source.settlements == []
     assert [m.position for m in source.queue] == [0, 1, 2]
+
+
+async def test_what_the_broker_never_takes_holds_up_neither_a_drain_nor_its_source() -> None:
+    async def handle(order: Order) -> None:
+        raise DeadLetter("for later")
+
+    source = FakeSource(prepared(3), BARE)
+    async with pumping(handle, source) as rig:
+        rig.connection.publish_faults.extend(Rejected("never like this") for _ in range(1000))
+        await eventually(lambda: len(rig.pump.troubles) == 3)
+        rig.pump.hold()
+        assert await rig.pump.quiesce(5.0), "everything is settled that can be"
+        rig.pump.release()
+        left = len(rig.connection.publish_faults)
+        await asyncio.wait_for(rig.drain(600), 20)
+        assert len(rig.connection.publish_faults) < left, "it was tried once more"
+    assert source.settlements == []
+    assert [m.position for m in source.queue] == [0, 1, 2]
+
+
+async def test_what_the_source_cannot_take_back_is_tried_again_here() -> None:
+    attempts: list[tuple[int, int]] = []
+
+    async def handle(order: Order, message: Message) -> None:
+        attempts.append((order.id, message.attempt))
+        if order.id == 1 and message.attempt < 3:
+            raise Retry(0.01)
+
+    class Unwilling(FakeSource):
+        def can_retry(self, delivery: Delivery) -> bool:
+            return delivery.message_id != "m1"
+
+    source = Unwilling(prepared(3))
+    async with pumping(handle, source) as rig:
+        await rig.all_ended(3)
+    assert sorted(attempts) == [(0, 1), (1, 1), (1, 2), (1, 3), (2, 1)]
+    assert {type(settlement.outcome) for settlement in source.settlements} == {Ack}
 
 
 @pytest.mark.parametrize("text", ["\ud800 a lone surrogate", "x" * 10_000, "é" * 10_000, "a\0b"])
