@@ -193,12 +193,12 @@ class Routed(Protocol):
     them by what the source objects say, so that in memory a message reaches whom it reaches on the server.
     """
 
-    def routes(self) -> Mapping[str, Route]:
-        """The other names that lead to it, and for each of them which messages do.
+    def route(self, name: str) -> Route | None:
+        """Which of the messages that are published to `name` reach it; None: that name does not lead to it.
 
-        Such a name leads nowhere else, but to those who subscribe to it as a plain name: also an object that has it as
-        its `name` is reached by its own routes only. A message that is taken is taken once. Raises `ValueError` for a
-        malformed object, and `Unsupported` where only the server knows.
+        Names that lead somewhere lead nowhere else, but to those who subscribe to them as plain names. Its own name,
+        where it leads nowhere, leads to it; that of its dead letters never does. A message that is taken is taken once.
+        Raises `ValueError` for a malformed object, and `Unsupported` where only the server knows.
         """
 
 

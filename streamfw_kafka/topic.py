@@ -8,7 +8,7 @@ from datetime import datetime
 
 import msgspec
 
-from streamfw.broker import Position, Subscription
+from streamfw.broker import Position, Route, Subscription
 
 from .settings import is_legal_name
 
@@ -66,6 +66,11 @@ class Topic(msgspec.Struct, frozen=True, repr_omit_defaults=True):
                 "one partition, which the group has given us"
             )
         return found
+
+    def route(self, name: str) -> Route | None:
+        """See `streamfw.broker.Routed`: all of its topic, or of the topics that its pattern matches."""
+        matches = name == self.name if self.pattern is None else re.fullmatch(self.pattern, name) is not None
+        return (lambda key, headers: True) if matches else None
 
     def _pattern_mistakes(self) -> list[str]:
         try:

@@ -136,9 +136,9 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         """See `streamfw.broker.Placed`: the queue, whatever the group."""
         return str(self.name)
 
-    def routes(self) -> Mapping[str, Route]:
-        """See `streamfw.broker.Routed`: the exchanges that it is bound to."""
-        return routes_of(self.bindings())
+    def route(self, name: str) -> Route | None:
+        """See `streamfw.broker.Routed`: the exchanges that it is bound to lead to it."""
+        return routes_of(self.bindings()).get(name)
 
     def queue_arguments(self, delivery_limit: int, ordered: bool, dead_letter: str | None) -> dict[str, FieldValue]:
         """The arguments it is declared with. `dead_letter`: the exchange that the server's own dead letters go to."""

@@ -101,9 +101,9 @@ class Stream(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             key=self.key,
         )
 
-    def routes(self) -> Mapping[str, Route]:
-        """See `streamfw.broker.Routed`: its bindings."""
-        return self.queue().routes()
+    def route(self, name: str) -> Route | None:
+        """See `streamfw.broker.Routed`: the exchanges that it is bound to lead to it."""
+        return self.queue().route(name)
 
     def queue_arguments(self) -> dict[str, FieldValue]:
         """The arguments it is declared with."""

@@ -86,7 +86,7 @@ class StandIn(MemoryBroker):
             yield "a group needs a name"
         if isinstance(source := subscription.source, Routed):
             try:
-                source.routes()
+                source.route(subscription.name)
             except (ValueError, Unsupported) as error:
                 yield str(error)
         if subscription.transactional and self.transaction is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, assert_type
 
@@ -35,6 +35,7 @@ from streamfw import (
 from streamfw.memory import MemoryBroker
 from streamfw.message import Headers
 from streamfw.testing import NotSettled, Published, Received, TestApp
+from streamfw_kafka import Topic
 from tests.helpers import eventually
 
 
@@ -480,10 +481,10 @@ class Bound(msgspec.Struct, frozen=True):
     tenant: str = ""
     wrong: str = ""
 
-    def routes(self) -> Mapping[str, Callable[[str | None, Headers], bool]]:
+    def route(self, name: str) -> Callable[[str | None, Headers], bool] | None:
         if self.wrong:
             raise ValueError(self.wrong)
-        return {self.via: self._takes, "all": lambda key, headers: True}
+        return {self.via: self._takes, "all": lambda key, headers: True}.get(name)
 
     def _takes(self, key: str | None, headers: Headers) -> bool:
         return key in self.keys or (bool(self.tenant) and headers.get("tenant") == self.tenant)
@@ -530,6 +531,27 @@ async def test_a_source_that_says_by_which_names_messages_reach_it() -> None:
             "dead": [7, 9],
         }
         assert {one.message.name for one in tb.received("one")} == {"one"}
+
+
+async def test_a_topic_by_a_pattern_takes_from_all_that_match_it() -> None:
+    async def each(order: Order) -> None:
+        if order.id == 5:
+            raise Boom
+
+    async def europe(order: Order) -> None: ...
+
+    app = App(
+        subscriber(Topic("each", pattern="orders.*|other"), dead_letter="orders.dead", attempts=1)(each),
+        subscriber(Topic("orders.eu"))(europe),
+        brokers={"default": "kafka://nowhere"},
+    )
+    async with TestApp(app) as tb:
+        for number, name in enumerate(("orders.eu", "orders", "my.orders", "other", "others", "orders.us")):
+            await tb.publish(name, Order(number))
+        with tb.expect(Boom):
+            await tb.settle()
+        assert [one.value.id for one in tb.received(each)] == [0, 1, 3, 5]
+        assert [one.value.id for one in tb.received(europe)] == [0]
 
 
 async def test_a_source_that_cannot_say_it_is_a_mistake() -> None:
