@@ -4,7 +4,7 @@ A *channel* is one of AMQP's in one process, ``<process>.<number>``; or (of a st
 channels) what a process reads under one hold of the group's offset, ``<process>.s<number>``.
 
     C <at> <channel> <queue>                            it begins to consume from the queue
-    A <at> <channel> <tag> <1: and all before it>       an acknowledgement is written
+    A <at> <channel> <tag> <1: and all before it>       an acknowledgement has been written to the socket
     E <at> <channel> <by whom> <code>                   it has ended: `Closed.kind` and `Closed.code`
     H <began> <ended> <name> <id> <copy> <attempt> <outcome> <channel> <tag>
                                                         a message was handled: ok, retry or dead
@@ -14,6 +14,7 @@ channels) what a process reads under one hold of the group's offset, ``<process>
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -38,6 +39,10 @@ __all__ = ["COPY", "Ack", "End", "Entry", "Log", "Outcome", "RabbitLedger", "Wat
 
 COPY = "copy"
 """The header in which a message says which of its copies it is."""
+
+TURNS = 4
+"""Of the event loop, after which what a channel was told to write has been written: a process that is killed may have
+stood still before. (One, and the library's writer is a task of its own.)"""
 
 Outcome: TypeAlias = Literal["ok", "retry", "dead"]
 
@@ -101,10 +106,15 @@ def _acknowledging(ledger: RabbitLedger, ack: Callable[..., bool]) -> Callable[.
     def recorded(self: BaseChannel, tag: int, multiple: bool = False) -> bool:
         written = ack(self, tag, multiple)
         if written:
-            ledger.write(f"A {time.monotonic_ns()} {ledger.process}.{self.epoch} {tag} {multiple:d}")
+            line = f"{ledger.process}.{self.epoch} {tag} {multiple:d}"
+            _later(TURNS, lambda: ledger.write(f"A {time.monotonic_ns()} {line}"))
         return written
 
     return recorded
+
+
+def _later(turns: int, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(call if turns == 1 else lambda: _later(turns - 1, call))
 
 
 def _ending(ledger: RabbitLedger, ended: Callable[..., None]) -> Callable[..., None]:
