@@ -34,6 +34,11 @@ class Bookmark(ABC):
     Called by one task at a time. All of it raises `BrokerError`; after a transient one it is called again.
     """
 
+    witness: str | None = None
+    """What tells the stream from another one of its name that is made when it was deleted: text of at most 60
+    characters. It is set before `store`, to be kept with the offset, and `take` sets it to what was. A bookmark that
+    keeps none leaves it alone: then a group that goes on in another process cannot tell."""
+
     @abstractmethod
     async def take(self) -> int | None:
         """Become the one who stores, and return the offset that is stored (None: there is none)."""
@@ -68,6 +73,7 @@ class MemoryOffsets(OffsetStore):
 
     def __init__(self) -> None:
         self.stored: dict[Place, int] = {}
+        self.witnesses: dict[Place, str | None] = {}
         self.takers: dict[Place, Bookmark] = {}
 
     def open(self, place: Place) -> Bookmark:
@@ -84,12 +90,14 @@ class _InMemory(Bookmark):
 
     async def take(self) -> int | None:
         self._shared.takers[self._place] = self
+        self.witness = self._shared.witnesses.get(self._place)
         return self._shared.stored.get(self._place)
 
     async def store(self, offset: int) -> bool:
         if not await self.is_ours():
             return False
         self._shared.stored[self._place] = offset
+        self._shared.witnesses[self._place] = self.witness
         return True
 
     async def is_ours(self) -> bool:

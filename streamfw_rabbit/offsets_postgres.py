@@ -31,7 +31,7 @@ _MIGRATE: Final = 30.0
 
 # Small, and written several times a second: so that its dead rows are reused on the spot.
 _TABLE: Final = """
-create table {schema}.stream_offset (
+create table if not exists {schema}.stream_offset (
   vhost text not null,
   stream text not null,
   grp text not null,
@@ -39,25 +39,30 @@ create table {schema}.stream_offset (
   token bigint not null,
   number bigint not null default 0,
   updated_at timestamptz not null default now(),
+  witness text,
   primary key (vhost, stream, grp)
 ) with (
   fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
   autovacuum_vacuum_cost_delay = 0
 );
+alter table {schema}.stream_offset add column if not exists witness text;
 comment on table {schema}.stream_offset is
-  'How far groups have read streams of RabbitMQ: next_offset is the one to read next, token is whose row it is.'
+  'How far groups have read streams of RabbitMQ: next_offset is the one to read next, token is whose row it is, '
+  'witness is a message before it, by which the stream is known.'
 """
 _LOCK: Final = "select pg_advisory_xact_lock(7377, 2)"
 _SCHEMA_EXISTS: Final = "select exists (select from pg_catalog.pg_namespace where nspname = $1)"
+# Whole: an earlier one has no witness.
 _TABLE_EXISTS: Final = """select exists (select from pg_catalog.pg_class c join pg_catalog.pg_namespace n
-  on n.oid = c.relnamespace where n.nspname = $1 and c.relname = 'stream_offset')"""
+  on n.oid = c.relnamespace join pg_catalog.pg_attribute a on a.attrelid = c.oid
+  where n.nspname = $1 and c.relname = 'stream_offset' and a.attname = 'witness' and not a.attisdropped)"""
 _TAKE: Final = """
 insert into {schema}.stream_offset as o (vhost, stream, grp, token) values ($1, $2, $3, $4)
 on conflict (vhost, stream, grp) do update set token = excluded.token, number = 0, updated_at = now()
-returning o.next_offset
+returning o.next_offset, o.witness
 """
 _STORE: Final = """
-update {schema}.stream_offset set next_offset = $6, number = $5, updated_at = now()
+update {schema}.stream_offset set next_offset = $6, number = $5, witness = $7, updated_at = now()
 where vhost = $1 and stream = $2 and grp = $3 and token = $4 and number < $5 returning 1
 """
 _ASK: Final = """
@@ -71,8 +76,8 @@ class PostgresOffsets(OffsetStore):
     - `dsn`: ``postgres://user:password@host:port/database``.
     - `schema`: where the table is. One table serves all vhosts of one RabbitMQ cluster; another cluster needs another
       schema.
-    - `migrate`: make the schema and the table where they are missing. Where that right is not ours, call `migrate`
-      once as somebody who has it.
+    - `migrate`: make the schema and the table where they, or a column, are missing. Where that right is not ours,
+      call `migrate` once as somebody who has it.
     - `timeout`: seconds after which a statement's connection counts as dead.
 
     Raises `ValueError` for a DSN that is none.
@@ -91,7 +96,7 @@ class PostgresOffsets(OffsetStore):
         return _InPostgres(self, place)
 
     async def migrate(self) -> bool:
-        """Make the schema and the table; False when they are there. Safe from many processes at once. Raises
+        """Make the schema and the table; False when all is there. Safe from many processes at once. Raises
         `BrokerError`."""
         return await self.once(self.ensure_table)
 
@@ -174,17 +179,18 @@ class _InPostgres(Bookmark):
         token = secrets.randbits(62) + 1
         rows = await self._fetch(_TAKE, token)
         self._token, self._number = token, 0
-        found: int | None = rows[0][0]
+        found: int | None
+        found, self.witness = rows[0]
         return found
 
     async def store(self, offset: int) -> bool:
         self._number += 1
-        return bool(await self._fetch(_STORE, self._token, self._number, offset))
+        return bool(await self._fetch(_STORE, self._token, self._number, offset, self.witness))
 
     async def is_ours(self) -> bool:
         return bool(await self._fetch(_ASK, self._token))
 
-    async def _fetch(self, statement: str, *values: int) -> list[Any]:
+    async def _fetch(self, statement: str, *values: int | str | None) -> list[Any]:
         if self._closed:
             raise BrokerClosed("this bookmark was closed")
         connection = await self._connected()

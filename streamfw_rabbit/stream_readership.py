@@ -13,6 +13,10 @@ Theory of operation
     Another task (`keep_storing`) stores the watermark some times a second. When it hears that the bookmark was taken,
     what is out is lost: the pump is told in that very call, and a late settlement finds its `Reading` over.
 
+    A stream may be deleted and made anew under the same name. It is another one for sure when it was not there before
+    it was declared, and when a reader that goes on does not find what it has read (`stream_entry`). Then the group
+    begins where a new one would.
+
     `move` (a seek) pauses the reader first, so that nothing of the old place is taken for the new one, and stores
     before it moves. Storing and moving exclude each other (`_storing`), and so do beginning a reader and moving
     (`_opening`).
@@ -32,9 +36,11 @@ from streamfw.runtime.signal import Signal
 from .epochs import Epoch, Epochs
 from .offsets import Bookmark, OffsetStore, Place
 from .settings import Settings
+from .stream_entry import Entry
 from .stream_reader import Reader, Survey, survey
-from .streams import Reading, Start, Stream, lock_name, stream_plan
-from .topology import declare, declared
+from .stream_witness import Witness
+from .streams import WINDOW_LIMIT, Reading, Start, Stream, StreamDelivery, lock_name, stream_plan
+from .topology import declare, declared, is_missing
 
 __all__ = ["Readership"]
 
@@ -44,6 +50,7 @@ STORE_EVERY: Final = 0.2  # seconds
 STAND_BY: Final = 1.0  # seconds between two tries of a standby
 LOOK: Final = 5.0  # seconds between two looks at where the stream ends
 DOUBT: Final = 10.0  # seconds after which a stream that ends before what was read of it is taken for another one
+_SOON: Final = 0.05
 _SLICE: Final = 1.0
 _PAUSE: Final = 2.0  # seconds between two attempts, at most, while there is a connection
 _MOST: Final = 65535  # AMQP's prefetch has 16 bits
@@ -55,6 +62,7 @@ class Readership:
     - `reader`: what reads; None: nobody here does. `reading`: what we have, with or without a reader.
     - `end`: of the stream, as last looked at.
     - `tick`: tells to store now.
+    - `entry`: how the reader goes on.
     - `stores`: how often something was stored.
     """
 
@@ -73,9 +81,8 @@ class Readership:
         self.tick, self._ended = Signal(), Signal()
         self.end = self.stores = 0
         self._declared: Epoch | None = None
-        self._began = 0  # where the reader began
-        self._sure = True  # whether that place is known to be there
-        self._doubted: float | None = None  # since when the stream ends before it
+        self._anew = False  # it was not there before we declared it, and nothing was made of that yet
+        self.entry = Entry(0, sure=True)
         self._held = self._stands_by = self._ousted = False
         self._ended_one: Reader | None = None  # to be closed: its channel may be open, and hold the lock
         self._why = "not open yet"
@@ -88,6 +95,7 @@ class Readership:
         async with self._opening:
             await self._bury()
             if self._declared is not epoch:
+                self._anew |= await is_missing(self._consuming, self._plan)
                 await declare(self._consuming, self._plan, epoch.server_version)
                 self._declared = epoch
             reader = await Reader.locked(
@@ -114,24 +122,28 @@ class Readership:
     async def _stand_by(self) -> None:
         if not self._stands_by:
             log.info("%s: standing by: another process of the group reads it", self._plan.where)
-        self._stands_by = True
+        self._stands_by, self._anew = True, False  # it is for that one to see
         await self._look_whether_ours()  # the lock may be that of our own last connection
 
     async def _read_on(self, reader: Reader, epoch: Epoch) -> None:
         await self._look_whether_ours()
-        is_new = self.reading is None and await self._take(epoch)
+        sure = self.reading is None and await self._take(epoch)
         assert self.reading is not None
+        if self._anew:
+            async with self._storing:
+                await self._store_and_move(self.reading, await self._start("it was not there any more", epoch))
+            self._anew, sure = False, True
         reader.wake, reader.ended = self._wake.set, self._reader_ended
-        await self._begin_at(reader, self.reading.mark.end, sure=is_new)
+        await self._begin_at(reader, self.reading, sure)
         self.reader, self._stands_by, self._why = reader, False, ""
         if self._held:
             self._held = False
             self._subscription.pump.release()
         self._wake.set()
 
-    async def _begin_at(self, reader: Reader, at: int, sure: bool) -> None:
-        self._began, self._sure, self._doubted = at, sure, None
-        await reader.begin(at)
+    async def _begin_at(self, reader: Reader, reading: Reading, sure: bool) -> None:
+        self.entry = Entry(reading.mark.end, reading.trail.last, sure)
+        await reader.begin(self.entry.asked_for)
 
     async def _look_whether_ours(self) -> None:
         async with self._storing:
@@ -142,13 +154,28 @@ class Readership:
         """Take the bookmark; whether nothing was stored. From now on there is: so nothing that is published while the
         group is away is left out."""
         async with self._storing:
-            stored = start = await self._bookmark.take()
-            if start is None:
-                start = 0 if self._stream.offset == "first" else await self.resolve(self._stream.offset, epoch)
-                if not await self._bookmark.store(start):
-                    raise BrokerUnavailable(f"{self._plan.where}: another process has just taken its offset")
+            self._bookmark.witness = None
+            stored = await self._bookmark.take()
+            if stored is not None and not self._anew:
+                witness = Witness.of(self._bookmark.witness, stored, WINDOW_LIMIT)
+                self.reading = Reading(stored, stored, witness)
+                return False
+            start = await self._start("it was not there any more" if stored else "", epoch)
+            self._bookmark.witness = None
+            ours = await self._bookmark.store(start)
+            self._anew = False
+            if not ours:
+                raise BrokerUnavailable(f"{self._plan.where}: another process has just taken its offset")
             self.reading = Reading(start, start)
-            return stored is None
+            return True
+
+    async def _start(self, anew: str, epoch: Epoch | None = None) -> int:
+        """Where a group begins, of a stream which is another one as `anew` says."""
+        start = 0 if self._stream.offset == "first" else await self.resolve(self._stream.offset, epoch)
+        if anew:
+            told = "%s: it was deleted and made anew (%s); the group begins it at offset %d"
+            log.warning(told, self._plan.where, anew, start)
+        return start
 
     async def resolve(self, start: Start, epoch: Epoch | None = None) -> int:
         """The offset of a place to begin at. Raises a `BrokerError`."""
@@ -157,7 +184,7 @@ class Readership:
     async def _surveyed(self, start: Start, epoch: Epoch | None = None) -> Survey:
         timeout = self._settings.connect_timeout
         found = await survey(epoch or await self._consuming.connected(timeout), self._stream.name, start, timeout)
-        self.end = max(self.end, found.end or 0)
+        self.end = found.end or 0
         return found
 
     # -- the end of a reader, and of what we have
@@ -176,11 +203,13 @@ class Readership:
         self._ended.set()
 
     def _lose(self) -> None:
-        """Another process has taken the bookmark."""
+        """Another process has taken the bookmark; or it was in the stream, which is gone."""
         reading, self.reading = self.reading, None
+        why = "it was deleted and made anew" if self._anew else "another process has taken over"
+        self._anew = False
         if reading is not None:
             self._ousted = True
-            log.warning("%s: another process has taken over; what is out is lost", self._plan.where)
+            log.warning("%s: %s; what is out is lost", self._plan.where, why)
             self._over(reading)
 
     def _over(self, reading: Reading) -> None:
@@ -232,41 +261,44 @@ class Readership:
 
     async def _until_its_end(self, reader: Reader) -> None:
         while reader.why is None:
-            await self._ended.wait_for(LOOK)
-            if reader.why is None and not (self._sure and reader.at_the_end):
+            await self._ended.wait_for(_SOON if self.entry.blocked and not self.entry.is_short else LOOK)
+            if reader.why is None and not (self.entry.sure and reader.at_the_end):
                 await self._look(reader)
 
     # -- where the stream begins and ends
 
-    def came(self, offset: int) -> None:
-        """The first message that a reader brings. Others than the one asked for are looked at later: the server itself
-        leaves gaps, and may have dropped what was to be read."""
-        if offset == self._began:
-            self._sure = True
+    def came(self, first: StreamDelivery) -> bool:
+        """The first message that a reader brings of what it asked for; whether to take it. It is looked at later what
+        it means that it is another one."""
+        if self.entry.came(first.seen()):
+            return True
+        self._ended.set()
+        return False
 
     async def _look(self, reader: Reader) -> None:
         found = await self._surveyed("next")
-        reading = self.reading
-        if reading is None or self.reader is not reader or self._sure:
+        entry, reading = self.entry, self.reading
+        if reading is None or self.reader is not reader or entry.sure:
             return
-        if found.end is not None and found.first is not None and found.end >= self._began:
-            self._sure = True
-            if found.first > self._began:
-                log.error("%s: offsets %d to %d are gone", self._plan.where, self._began, found.first - 1)
-        elif reading.mark.end == self._began == 0:
-            self._sure = True
-        elif found.end is not None and self._is_another(found.end):
-            log.error("%s: it ends at %d, before %d; reading it anew", self._plan.where, found.end, self._began)
-            await self.move(0)
+        was_short = entry.is_short
+        verdict = entry.look(found.first, found.end, asyncio.get_running_loop().time(), DOUBT)
+        if entry.is_short and not was_short:
+            log.warning("%s: %s, which was read", self._plan.where, entry.why)
+        if entry.gone is not None:
+            log.error("%s: offsets %d to %d are gone", self._plan.where, *entry.gone)
+        if verdict == "another":
+            start = await self._start(entry.why)
+            if self.entry is entry:  # nobody has moved it meanwhile
+                await self.move(start)
+        elif verdict == "no telling":
+            await self._go_on_without_witness(reader, reading)
 
-    def _is_another(self, end: int) -> bool:
-        """It was deleted and made again, or its leader lost its end; nothing of it may be left out. Or it is only a
-        replica that has to catch up: therefore not at once."""
-        now = asyncio.get_running_loop().time()
-        if self._doubted is None:
-            self._doubted = now
-            log.warning("%s: it ends at %d, before %d, which was read", self._plan.where, end, self._began)
-        return now - self._doubted >= DOUBT
+    async def _go_on_without_witness(self, reader: Reader, reading: Reading) -> None:
+        async with self._opening:
+            if self.reader is reader and self.reading is reading:
+                await reader.pause()
+                reading.trail.forget()
+                await self._resume(reader, sure=False)
 
     # -- moving
 
@@ -283,22 +315,23 @@ class Readership:
                 async with self._storing:
                     await self._store_and_move(reading, to)
             finally:
-                await self._resume(reader)
+                await self._resume(reader, sure=reading is not self.reading)
 
     async def _store_and_move(self, reading: Reading, to: int) -> None:
         reading.committed = None  # if it fails, it may have arrived all the same: store again what holds
+        self._bookmark.witness = None
         if not await self._bookmark.store(to):
             self._lose()
             raise BrokerUnavailable(f"{self._plan.where}: another process has taken over; seek there")
         self.reading = Reading(to, to)
         self._over(reading)
 
-    async def _resume(self, reader: Reader) -> None:
+    async def _resume(self, reader: Reader, sure: bool) -> None:
         """Go on, from wherever that is now. If that fails the reader ends, and the next one does."""
         try:
             if self.reading is None:
                 raise BrokerUnavailable("another process has taken over")
-            await self._begin_at(reader, self.reading.mark.end, sure=True)
+            await self._begin_at(reader, self.reading, sure)
             self._wake.set()
         except BrokerError as error:
             await reader.close(str(error))
@@ -317,6 +350,8 @@ class Readership:
             reading = self.reading
             if reading is None or (position := reading.look()) == reading.committed:
                 return True
+            witness = reading.trail.stored
+            self._bookmark.witness = None if witness is None else witness.text()
             try:
                 ours = await self._bookmark.store(position)
             except BrokerError as error:
@@ -369,8 +404,8 @@ class Readership:
             return Health(True, "standing by: another process of the group reads it")
         if self.reader is None:
             return Health(False, self._why)
-        if self._doubted is not None:
-            return Health(False, f"it ends at {self.end}, before {self._began}, which was read")
+        if self.entry.is_short:
+            return Health(False, f"{self.entry.why}, which was read")
         return Health(not self._trouble, self._trouble)
 
 

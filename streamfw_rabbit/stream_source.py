@@ -26,6 +26,7 @@ from streamfw.errors import (
 from streamfw.outcome import ACK, Ack, Drop
 from streamfw.runtime.signal import Signal
 
+from .channel import RawDelivery
 from .epochs import Epochs
 from .settings import Settings
 from .stream_readership import Readership
@@ -50,7 +51,6 @@ class StreamSource(Source):
         self._readership = Readership(subscription, stream, settings, consuming, self._wake)
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = 0  # since the last store
-        self._last_reader: object = None
         self._full = self._stopped = self._closed = False
         self._failure: BrokerError | None = None
         self.late = 0
@@ -94,22 +94,34 @@ class StreamSource(Source):
         return ()
 
     def _take(self, limit: int, max_bytes: int) -> list[StreamDelivery]:
-        reader, reading = self._readership.reader, self._readership.reading
+        readership = self._readership
+        reader, reading = readership.reader, readership.reading
         found: list[StreamDelivery] = []
-        if reader is None or reading is None:
+        if reader is None or reading is None or readership.entry.blocked:
             return found
         self._full = reading.full
         while not found and not self._full and (some := reader.take(limit, max_bytes)):
+            if readership.entry.untried and not self._is_the_same(some, reading):
+                return found
             mark, make = reading.mark, self._make
             for raw in some:
                 delivery = make(raw, reading, mark.end)
-                if delivery.offset >= mark.end:  # below: of the chunk in which the place lies that was asked for
+                if delivery.offset >= mark.end:  # below: it was seen before
                     mark.hold(delivery.offset)
                     found.append(delivery)
-        if found and reader is not self._last_reader:
-            self._last_reader = reader
-            self._readership.came(found[0].offset)
+        if found:
+            reading.trail.saw(found[-1].seen())
         return found
+
+    def _is_the_same(self, some: Sequence[RawDelivery], reading: Reading) -> bool:
+        """Whether what a reader brings first is of the stream that was read before. Where it is not, or is not known,
+        nothing of it is taken; it comes again."""
+        at = self._readership.entry.asked_for
+        for raw in some:
+            delivery = self._make(raw, reading, at)
+            if delivery.offset >= at:  # below: of the chunk in which that lies
+                return self._readership.came(delivery)
+        return True
 
     # -- settle
 

@@ -19,6 +19,7 @@ from .headers import key_of, malformed
 from .offsets import OffsetStore
 from .queue import QUEUE_NAME, Declare, Exchange, KeyFrom, RabbitQueue, name_mistake, type_mistakes
 from .settings import Settings
+from .stream_witness import Seen, Trail, Witness
 from .topology import Plan, group_queue
 from .versions import argument_mistakes
 
@@ -239,12 +240,14 @@ class Reading:
 
     - `mark`: what of it is open. `committed`: the offset that is stored (None: not known).
     - `low`: the watermark as last looked at.
+    - `trail`: what tells whether the stream is still the same.
     """
 
-    __slots__ = ("committed", "live", "low", "mark")
+    __slots__ = ("committed", "live", "low", "mark", "trail")
 
-    def __init__(self, start: int, committed: int | None) -> None:
+    def __init__(self, start: int, committed: int | None, witness: Witness | None = None) -> None:
         self.mark = Watermark(start)
+        self.trail = Trail(witness)
         self.low = start
         self.committed = committed
         self.live = True
@@ -257,6 +260,7 @@ class Reading:
     def look(self) -> int:
         """What may be stored: where reading goes on after a crash."""
         self.low = self.mark.position
+        self.trail.look(self.low)
         return self.low
 
     def __repr__(self) -> str:
@@ -272,6 +276,10 @@ class StreamDelivery(RabbitDelivery, gc=False, kw_only=True):
     def origin_place(self) -> Mapping[str, str]:
         """See `Delivery.origin_place`."""
         return {ORIGIN_OFFSET: str(self.offset)}
+
+    def seen(self) -> Seen:
+        """What tells it from a message at the same place of another stream."""
+        return Seen(self.offset, self.message_id, self.timestamp, self.body)
 
 
 Make: TypeAlias = Callable[[RawDelivery, Reading, int], StreamDelivery]

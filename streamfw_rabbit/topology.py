@@ -40,6 +40,7 @@ __all__ = [
     "delete",
     "group_queue",
     "is_kept",
+    "is_missing",
     "plain_mistakes",
     "plan_of",
     "queue_ladder",
@@ -259,6 +260,18 @@ async def _look(epochs: Epochs, plan: Plan, server: Version) -> None:
         await _declare_exchange(epochs, binding.exchange, plan, server)
     if plan.dead_letter is not None:
         await _look_for_name(epochs, plan.dead_letter, plan.where)
+
+
+async def is_missing(epochs: Epochs, plan: Plan) -> bool:
+    """Whether a queue that is to be declared is not there yet: then it is a new one. Raises a `BrokerError`."""
+    if plan.declare != "declare":
+        return False
+    try:
+        async with epochs.declarations(f"{plan.where}: looking for queue {plan.queue!r}") as channel:
+            await channel.queue_declare(plan.queue, passive=True)
+    except NotFound:
+        return True
+    return False
 
 
 async def _look_for_exchange(epochs: Epochs, name: str, where: str) -> None:

@@ -145,6 +145,20 @@ async def test_vhosts_and_streams_are_apart(fenced: OffsetStore) -> None:
             assert await bookmark.take() == number
 
 
+async def test_a_witness_is_kept_beside_the_offset(fenced: OffsetStore) -> None:
+    async with opened(fenced) as bookmark, opened(fenced) as other:
+        await bookmark.take()
+        assert bookmark.witness is None
+        for witness in ("9:abc", None, "11:" + "f" * 32):
+            bookmark.witness = witness
+            assert await bookmark.store(12)
+            bookmark.witness = "not stored"
+            assert await bookmark.take() == 12
+            assert bookmark.witness == witness
+        assert await other.take() == 12
+        assert other.witness == witness
+
+
 async def test_who_never_took_it_cannot_store(fenced: OffsetStore) -> None:
     async with opened(fenced) as bookmark, opened(fenced) as other:
         assert not await bookmark.is_ours()
@@ -198,8 +212,8 @@ async def test_a_statement_that_arrives_late_changes_nothing(database: Postgres,
         for offset in (10, 20):
             assert await bookmark.store(offset)
         token: int = bookmark._token  # type: ignore[attr-defined]
-        assert await late.fetch(places.sql(_STORE), *PLACE, token, 1, 10) == []
-        assert await late.fetch(places.sql(_STORE), *PLACE, token, 2, 99) == []
+        assert await late.fetch(places.sql(_STORE), *PLACE, token, 1, 10, None) == []
+        assert await late.fetch(places.sql(_STORE), *PLACE, token, 2, 99, None) == []
         assert await bookmark.take() == 20
 
 
@@ -246,6 +260,21 @@ async def test_many_make_the_table_at_once(database: Postgres) -> None:
     async with opened(stores[0]) as bookmark:
         await bookmark.take()
         assert await bookmark.store(1)
+
+
+async def test_a_table_without_a_column_for_witnesses_gets_it(database: Postgres, places: PostgresOffsets) -> None:
+    async with opened(places) as bookmark, sql(database) as admin:
+        await bookmark.take()
+        assert await bookmark.store(7)
+        await admin.execute("alter table streamfw.stream_offset drop column witness")
+    async with opened(PostgresOffsets(database.dsn, migrate=False)) as bookmark:
+        with pytest.raises(BrokerRefused, match="witness"):
+            await bookmark.take()
+    async with opened(places) as bookmark:
+        assert await bookmark.take() == 7
+        bookmark.witness = "6:abc"
+        assert await bookmark.store(8)
+    assert not await places.migrate()
 
 
 async def test_without_the_table_and_the_right_to_make_it(database: Postgres) -> None:

@@ -23,6 +23,7 @@ from streamfw.errors import (
 )
 from streamfw.message import ORIGIN_OFFSET
 from streamfw.outcome import ACK
+from streamfw.testing.conformance import Member
 from streamfw_rabbit import (
     Exchange,
     MemoryOffsets,
@@ -617,22 +618,179 @@ async def test_lanes(on: Desk, order: Any) -> None:
 # ------------------------------------------------------------------ another stream under the same name
 
 
-async def test_a_stream_that_was_made_anew_is_read_from_its_beginning(
-    rabbit: Rabbit, on: Desk, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("offset", ["first", "next"])
+async def test_a_stream_that_was_not_there_any_more_is_read_from_its_beginning(
+    rabbit: Rabbit, on: Desk, caplog: pytest.LogCaptureFixture, offset: Any
 ) -> None:
-    async with reader(on) as one, raw(rabbit) as other:
+    async with reader(on, stream={"offset": offset}) as one, raw(rabbit) as other:
         await on.fill(10)
         await one.acknowledge(await one.take(10))
         await other.delete(NAME)
         await eventually(lambda: not one.source.health().ok)
         await eventually(lambda: one.source.health().ok)  # it was declared again
-        await on.fill(3, first=100)
+        await on.fill(30, first=100)
+        taken = await one.take(30)
+        assert [delivery.body for delivery in taken] == numbers(range(100, 130))
+        await one.acknowledge(taken)
+        await one.flush()
+        assert on.stored() == 30
+    assert "made anew (it was not there any more); the group begins it at offset 0" in caplog.text
+
+
+async def made_anew(on: Desk, one: Member, count: int) -> None:
+    """By somebody else, before the reader looks for it. Numbers from 100 on."""
+    readership = readership_of(one)
+    async with readership._opening, raw(on.server) as other:
+        await other.delete(NAME)
+        await eventually(lambda: readership.reader is None)
+        await other.declare(NAME, queue_type="stream")
+        await on.fill(count, first=100)
+
+
+@pytest.mark.parametrize("transport", ["aiormq", "fast"])
+@pytest.mark.parametrize(("offset", "begin"), [("first", 0), (20, 20)])
+async def test_a_stream_that_others_made_anew_is_known_by_its_messages(
+    rabbit: Rabbit, caplog: pytest.LogCaptureFixture, transport: str, offset: Any, begin: int
+) -> None:
+    async with desk(rabbit, transport=transport) as on, reader(on, stream={"offset": offset}) as one:
+        await on.fill(10)
+        await one.acknowledge(await one.take(10))
+        await made_anew(on, one, 30)
+        taken = await one.take(30 - begin)
+        assert offsets(taken) == list(range(begin, 30))
+        assert [delivery.body for delivery in taken] == numbers(range(100 + begin, 130))
+        await one.acknowledge(taken)
+        await one.flush()
+        assert on.stored() == 30
+        assert one.source.health().ok
+        await eventually(lambda: one.source.gauges()["lag"] == 0)
+    assert f"(offset 9 is not the message that was read there); the group begins it at offset {begin}" in caplog.text
+
+
+async def test_a_stream_that_others_made_anew_and_shorter(
+    rabbit: Rabbit, on: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with reader(on) as one:
+        await on.fill(10)
+        await one.acknowledge(await one.take(10))
+        await made_anew(on, one, 3)
         taken = await one.take(3)
         assert [delivery.body for delivery in taken] == numbers(range(100, 103))
         await one.acknowledge(taken)
         await one.flush()
         assert on.stored() == 3
+        await eventually(lambda: one.source.gauges()["lag"] == 0)
     assert "it ends at 3, before 10" in caplog.text
+
+
+async def test_a_new_stream_that_cannot_be_stored_is_no_old_one_for_that(
+    on: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reader(on) as one:
+        await on.fill(10)
+        await one.acknowledge(await one.take(10))
+        await one.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(readership_of(one)._bookmark, "store", failing(BrokerUnavailable("away")))
+            await made_anew(on, one, 30)
+            await one.expect_nothing(0.5)
+        assert offsets(await one.take(30)) == list(range(30))
+
+
+@pytest.mark.parametrize("place", ["memory", "postgres"])
+async def test_a_stream_that_was_made_anew_while_the_group_was_away(
+    rabbit: Rabbit, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    store = MemoryOffsets() if place == "memory" else PostgresOffsets(request.getfixturevalue("database").dsn)
+    async with desk(rabbit, store) as on:
+        async with reader(on) as one:
+            await on.fill(10)
+            taken = await one.take(10)
+            await one.acknowledge(taken[:6])
+            await one.flush()
+            await one.acknowledge(taken[6:8])
+        async with reader(on) as one:
+            assert offsets(await one.take(2)) == [8, 9], "it is the same"
+        async with reader(on) as one:
+            assert offsets(await one.take(2)) == [8, 9], "also to who handled nothing of it"
+            await on.cut()
+            await publish(on, 1, 10)
+            assert offsets(await one.take(1)) == [10]
+        assert "made anew" not in caplog.text
+        async with reader(on) as one:
+            await one.acknowledge(await one.take(3))
+        async with raw(rabbit) as other:
+            await other.delete(NAME)
+            await other.declare(NAME, queue_type="stream")
+        await on.fill(30, first=100)
+        async with reader(on) as one:
+            taken = await one.take(30)
+            assert [delivery.body for delivery in taken] == numbers(range(100, 130))
+    assert "(offset 10 is not the message that was read there); the group begins it at offset 0" in caplog.text
+
+
+async def test_what_was_deleted_while_the_group_was_away_is_new_to_it(
+    on: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(on.store, MemoryOffsets)
+    async with reader(on) as one:
+        await on.fill(1)
+        await one.acknowledge(await one.take(1))
+    on.store.witnesses.clear()  # as a store that keeps none
+    async with raw(on.server) as other:
+        await other.delete(NAME)
+    async with reader(on, stream={"offset": "next"}) as one:
+        assert on.stored() == 0
+        await on.fill(3, first=100)
+        assert offsets(await one.take(3)) == [0, 1, 2]
+    assert "made anew (it was not there any more); the group begins it at offset 0" in caplog.text
+
+
+async def test_both_transports_know_a_message_again(rabbit: Rabbit, caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryOffsets()
+    for place, transport in enumerate(["aiormq", "fast", "aiormq"]):
+        async with desk(rabbit, store, transport=transport) as on, reader(on) as one:
+            channel = await on.connection.publisher.channel(confirms=True)
+            receipts = Receipts()
+            properties = Properties(message_id="ü", timestamp=1_700_000_000 + place, raw_headers={"n": 5})
+            channel.publish("", NAME, properties, b"x", receipts)
+            assert await receipts.wait() == [None]
+            (delivery,) = await one.take(1)
+            assert (offsets([delivery]), delivery.timestamp) == ([place], 1_700_000_000.0 + place)
+            await one.acknowledge([delivery])
+    assert "made anew" not in caplog.text
+
+
+async def test_offsets_in_the_stream_itself_go_with_it(rabbit: Rabbit) -> None:
+    async with desk(rabbit, ServerOffsets(rabbit.stream_url)) as on, raw(rabbit) as other:
+        async with reader(on) as one:
+            await on.fill(10)
+            await one.acknowledge(await one.take(10))
+            await one.flush()
+            await made_anew(on, one, 30)
+            taken = await one.take(30)
+            assert [delivery.body for delivery in taken] == numbers(range(100, 130))
+            await one.acknowledge(taken)
+        await other.delete(NAME)
+        await other.declare(NAME, queue_type="stream")
+        await on.fill(50, first=200)
+        async with reader(on) as one:
+            taken = await one.take(50)
+            assert [delivery.body for delivery in taken] == numbers(range(200, 250))
+
+
+async def test_a_stream_that_comes_to_where_the_group_was_is_well(on: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a replica that had to catch up."""
+    monkeypatch.setattr(stream_readership, "DOUBT", 600.0)
+    await on.make()
+    await on.fill(3)
+    assert isinstance(on.store, MemoryOffsets)
+    on.store.stored[Place(on.server.vhost, NAME, "shop")] = 5
+    async with reader(on) as one:
+        await eventually(lambda: "it ends at 3, before 5" in one.source.health().detail)
+        await on.fill(4, first=3)
+        assert offsets(await one.take(2)) == [5, 6]
+        assert one.source.health().ok
 
 
 async def test_an_offset_that_never_was_is_read_from_the_beginning(on: Desk) -> None:
@@ -646,23 +804,50 @@ async def test_an_offset_that_never_was_is_read_from_the_beginning(on: Desk) -> 
         assert one.source.health().ok
 
 
-async def test_what_the_server_has_dropped_is_said(on: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    small = {"max_length_bytes": 2000, "arguments": {"x-stream-max-segment-size-bytes": 500}}
-    async with reader(on, stream=small) as one:
-        await on.fill([bytes(200)])
-        await one.acknowledge(await one.take(1))
-    for _ in range(60):
-        await on.fill([bytes(200)])
+SMALL: dict[str, Any] = {"max_length_bytes": 2000, "arguments": {"x-stream-max-segment-size-bytes": 500}}
+
+
+async def dropped(on: Desk, below: int) -> None:
+    """Publish until the server has dropped what is below, and more."""
     epoch = on.connection.consuming.current
     assert epoch is not None
 
-    async def dropped() -> bool:
-        return ((await survey(epoch, NAME)).first or 0) > 1
+    async def gone() -> bool:
+        await on.fill([bytes(200)] * 3)
+        return ((await survey(epoch, NAME)).first or 0) > below
 
-    await eventually(dropped)
-    async with reader(on, stream=small) as one:
+    for _ in range(60):
+        await on.fill([bytes(200)])
+    await eventually(gone)
+
+
+async def test_what_the_server_has_dropped_is_said(on: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    async with reader(on, stream=SMALL) as one:
+        await on.fill([bytes(200)])
+        await one.acknowledge(await one.take(1))
+    await dropped(on, 1)
+    async with reader(on, stream=SMALL) as one:
         (first,) = offsets(await one.take(1))
         await eventually(lambda: f"offsets 1 to {first - 1} are gone" in caplog.text)
+    assert "made anew" not in caplog.text
+
+
+async def test_what_was_handled_before_the_server_dropped_it_is_not_gone(
+    on: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reader(on, stream=SMALL) as one:
+        await on.fill([bytes(200)])
+        await one.acknowledge(await one.take(1))
+    await dropped(on, 1)
+    monkeypatch.setattr(stream_readership, "LOOK", 600.0)
+    async with reader(on, stream=SMALL) as one:
+        taken = await one.take(2)
+        first = offsets(taken)[0]
+        await one.acknowledge(taken)
+        await dropped(on, first)
+        readership_of(one)._ended.set()  # look now
+        await eventually(lambda: "are gone" in caplog.text)
+        assert f"offsets 1 to {first - 1} are gone" in caplog.text
 
 
 # ------------------------------------------------------------------ trouble
