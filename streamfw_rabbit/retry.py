@@ -12,8 +12,12 @@ Theory of operation
     pause takes as many hops as it has ones, all of them in the server, and none has to wait behind a longer one.
 
     The queues are quorum queues, and move on what has waited at least once: what cannot be delivered stays. A rung is
-    made when it is first needed. The last exchange is ``internal``: nobody can publish to it. But whoever may publish
-    to the rungs may say that a message is tried for the tenth time; that is as much as he may do to our queues anyway.
+    made when it is first needed. Whoever publishes is answered by the first exchange, and not told of what somebody
+    has deleted further down; so a ladder that is used is made again every ten seconds. What was stopped goes on then,
+    within minutes: the server tries again by itself.
+
+    The last exchange is ``internal``: nobody can publish to it. But whoever may publish to the rungs may say that a
+    message is tried for the tenth time; that is as much as he may do to our queues anyway.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ __all__ = ["LONGEST", "RETRY", "Ladder", "digits_of"]
 RETRY: Final = "retry"
 """How a ladder for retries is called behind the name of its queue."""
 LEVELS: Final = 23  # 2**22 seconds are the most that the server takes for a queue's TTL (32 bits of milliseconds)
+_TRUSTED: Final = 10.0  # seconds that what was made is taken to be there
 LONGEST: Final = 2**LEVELS - 1
 """The longest pause, in seconds: 97 days."""
 
@@ -55,6 +60,7 @@ class Ladder:
         self._making = asyncio.Lock()
         self._rungs: set[int] = set()  # whose queue is there
         self._height = -1  # the highest exchange that is there; -1: none, not even the last one
+        self._made = 0.0  # when, by the loop's clock, the first of them
 
     def is_from(self, exchange: str) -> bool:
         """Whether a delivery that came by `exchange` came from here."""
@@ -69,6 +75,10 @@ class Ladder:
         levels = [LEVELS - 1 - place for place, digit in enumerate(key.split(".")) if digit == "1"]
         top = levels[0]
         async with self._making:  # one after another, and in the order of the calls
+            now = asyncio.get_running_loop().time()
+            if now > self._made + _TRUSTED:
+                self.forget()
+                self._made = now
             if top > self._height or not self._rungs.issuperset(levels):
                 async with epochs.declarations(f"making the retry queues {self.name!r}") as channel:
                     await self._make(channel, top, levels)

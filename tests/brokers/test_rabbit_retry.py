@@ -15,7 +15,7 @@ from streamfw.errors import Rejected, Unroutable, Unsupported
 from streamfw.message import ERROR, ORIGIN_ATTEMPT
 from streamfw.outcome import Retry
 from streamfw.testing.conformance import Member
-from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue
+from streamfw_rabbit import Exchange, RabbitBroker, RabbitQueue, retry
 from streamfw_rabbit.channel import Properties
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.delivery import RabbitDelivery
@@ -107,6 +107,30 @@ async def test_a_ladder_that_somebody_deletes_is_made_again(connection: RabbitCo
         taken = await taker.take(1)
         assert taken[0].attempt == 3
         await taker.acknowledge(taken)
+
+
+@pytest.mark.parametrize("gone", ["queue", "exchange", "end"])
+async def test_a_part_of_the_ladder_that_is_deleted_is_made_again_before_it_is_used(
+    connection: RabbitConnection, other: Raw, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publish to the top is confirmed whatever is below."""
+    monkeypatch.setattr(retry, "_TRUSTED", 0.0)
+    name = new_name()
+    async with member(connection, name) as taker:
+        await send(connection, outgoing(name, b"x"))
+        for attempt in (1, 2):
+            taken = await taker.take(1)
+            assert taken[0].attempt == attempt
+            if attempt == 2:
+                channel = await other.channel()
+                if gone == "queue":
+                    await channel.queue_delete(f"{name}.shop.retry.1000")
+                else:
+                    await channel.exchange_delete(f"{name}.shop.retry" + (".1000" if gone == "exchange" else ""))
+            assert await taker.settle(taken, Retry(3.0)) == []
+        (last,) = await taker.take(1)
+        assert last.attempt == 3
+        await taker.acknowledge([last])
 
 
 async def test_what_waits_comes_to_a_queue_that_was_deleted_and_made_again(
