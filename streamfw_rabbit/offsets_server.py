@@ -51,8 +51,8 @@ class ServerOffsets(OffsetStore):
     the server's stream plugin.
 
     The server forgets an offset whose message it has dropped (`Stream.max_age`, `Stream.max_length_bytes`); the group
-    begins at `Stream.offset` then, so that should be ``first``. Each store is a record in the stream, and takes an
-    offset.
+    begins at `Stream.offset` then, so that should be ``first``. With a stream that is deleted go its offsets, so
+    one that is made anew is read as a new one. Each store is a record in the stream, and takes an offset.
 
     - `url`: ``rabbitmq-stream://user:password@host:port`` (port 5552), or ``rabbitmq-stream+tls://`` (port 5551).
     - `ca`: a file in PEM with certificates to trust (default: the system's).

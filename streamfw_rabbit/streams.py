@@ -63,10 +63,10 @@ class Stream(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     - `name`: the queue's name. Publishing to it by name goes into the stream (where no exchange has that name).
     - `store`: where the offset is kept; see `streamfw_rabbit.offsets`. It has to be said: without it a group would
       begin anew in each process.
-    - `offset`: where a group without a stored offset begins: at the ``first`` message that is kept, at the beginning of
-      the ``last`` chunk (a chunk is what the server wrote in one go), with what comes ``next``, at a time (with a time
-      zone, in whole seconds; at the beginning of the chunk of that time, so a little before), or at an offset or the
-      nearest one.
+    - `offset`: where a group without a stored offset begins, and every group of a stream that was deleted and made
+      anew: at the ``first`` message that is kept, at the beginning of the ``last`` chunk (a chunk is what the server
+      wrote in one go), with what comes ``next``, at a time (with a time zone, in whole seconds; at the beginning of the
+      chunk of that time, so a little before), or at an offset or the nearest one.
     - `declare`: as that of `RabbitQueue`.
     - `max_age`, `max_length_bytes`: when the server drops the oldest segments: in seconds, or as the server writes it
       (``7D``), and in bytes.
