@@ -69,7 +69,9 @@ class Topic(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
     def route(self, name: str) -> Route | None:
         """See `streamfw.broker.Routed`: all of its topic, or of the topics that its pattern matches."""
-        matches = name == self.name if self.pattern is None else re.fullmatch(self.pattern, name) is not None
+        if self.pattern is not None and (found := self._pattern_mistakes()):
+            raise ValueError(found[0])
+        matches = name == self.name if self.pattern is None else re.fullmatch(str(self.pattern), name) is not None
         return (lambda key, headers: True) if matches else None
 
     def _pattern_mistakes(self) -> list[str]:

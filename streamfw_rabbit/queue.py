@@ -138,6 +138,8 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
 
     def route(self, name: str) -> Route | None:
         """See `streamfw.broker.Routed`: the exchanges that it is bound to lead to it."""
+        if found := self.mistakes(dead_letter=False):
+            raise ValueError("; ".join(found))
         return routes_of(self.bindings()).get(name)
 
     def queue_arguments(self, delivery_limit: int, ordered: bool, dead_letter: str | None) -> dict[str, FieldValue]:

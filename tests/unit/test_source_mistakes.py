@@ -9,6 +9,7 @@ import pytest
 
 from streamfw import App, subscriber
 from streamfw.broker import Broker
+from streamfw.testing._memory import StandIn
 from streamfw_kafka import KafkaBroker, Topic
 from streamfw_postgres import PostgresBroker, Queue
 from streamfw_rabbit import Exchange, MemoryOffsets, RabbitBroker, RabbitQueue, Stream
@@ -58,6 +59,10 @@ def test_no_value_of_a_source_object_breaks_the_build(broker: Broker, source: ms
         ),
     ]
     assert False in given and (True in given or "retry_topic" in repr(source))
+    in_memory = StandIn("default", None, None)
+    for field in source.__struct_fields__:
+        for value in ODD:
+            built(in_memory, msgspec.structs.replace(source, **{field: value}), **options)
 
 
 @pytest.mark.parametrize("field", Exchange.__struct_fields__)
@@ -66,3 +71,5 @@ def test_no_value_of_an_exchange_breaks_the_build(field: str) -> None:
     given = [built(RABBIT, RabbitQueue("q", exchange=one, bind="k")) for one in exchanges]
     given += [built(RABBIT, Stream("q", store=STORE, bind=[(one, "k")])) for one in exchanges]
     assert False in given
+    for one in exchanges:
+        built(StandIn("default", None, None), RabbitQueue("q", exchange=one, bind="k"))
