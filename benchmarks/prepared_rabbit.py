@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from streamfw.broker import Connection
-from streamfw_rabbit import RabbitBroker, _content, _wire
+from streamfw_rabbit import RabbitBroker, _content, _frames, _wire
 from streamfw_rabbit.channel import Properties
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.epochs import ConnectionOptions, Epochs
@@ -64,7 +64,7 @@ class _Socket(asyncio.Transport):
         assert self.epoch is not None
         for channel in self.epoch.channels.values():
             if channel.unconfirmed:
-                self._feed(_wire.ack_frame(channel.number, channel.counters.publishes, True))
+                self._feed(_frames.ack_frame(channel.number, channel.counters.publishes, True))
 
     def _feed(self, data: bytes) -> None:
         assert self.epoch is not None
@@ -161,7 +161,7 @@ def _delivery(tag: int, body: bytes) -> bytes:
     """The frames of a delivery on channel 1: those of a publish, with another method."""
     identity = f"01936b3c-8f52-7abc-9def-{tag:012x}"
     properties = Properties(delivery_mode=2, message_id=identity, timestamp=1_700_000_000)
-    published = _wire.publish_frames(1, "", "", _content.encode(properties, tag), body, 131072, True)
+    published = _frames.publish_frames(1, "", "", _content.encode(properties, tag), body, 131072, True)
     content = published[8 + struct.unpack_from(">I", published, 3)[0] :]
     method = _wire.DELIVER + b"\x03tag" + struct.pack(">QB", tag, False) + b"\x00\x06orders"
     return struct.pack(">BHI", 1, 1, len(method)) + method + b"\xce" + content

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import aiormq
 
-from . import _content, _wire
+from . import _content, _frames
 from .channel import (
     NACKED,
     OPEN,
@@ -162,13 +162,13 @@ class BaseChannel(ABC):
     # Settling
 
     def ack(self, tag: int, multiple: bool = False) -> bool:
-        return self._settle(_wire.ack_frame(self.number, tag, multiple))
+        return self._settle(_frames.ack_frame(self.number, tag, multiple))
 
     def nack(self, tag: int, multiple: bool = False, requeue: bool = True) -> bool:
-        return self._settle(_wire.nack_frame(self.number, tag, multiple, requeue))
+        return self._settle(_frames.nack_frame(self.number, tag, multiple, requeue))
 
     def reject(self, tag: int, requeue: bool = True) -> bool:
-        return self._settle(_wire.reject_frame(self.number, tag, requeue))
+        return self._settle(_frames.reject_frame(self.number, tag, requeue))
 
     def _settle(self, frame: bytes) -> bool:
         if self.closed is not None:
@@ -206,7 +206,7 @@ class BaseChannel(ABC):
         sequence = self._sequence + 1
         # Only a mandatory message can be returned.
         encoded = _content.encode(properties, sequence if mandatory else None)
-        data = _wire.publish_frames(self.number, exchange, routing_key, encoded, body, self._frame_max, mandatory)
+        data = _frames.publish_frames(self.number, exchange, routing_key, encoded, body, self._frame_max, mandatory)
         self._publish(sequence, data, receipts, place, len(body))
         return sequence
 
@@ -216,7 +216,7 @@ class BaseChannel(ABC):
         if self.closed is not None or not self._confirms:
             self._check_publish()
         sequence = self._sequence + 1
-        frames = _wire.plain_frames(
+        frames = _frames.plain_frames(
             self.number, exchange, routing_key, identity, stamp, sequence, body, self._frame_max
         )
         self._publish(sequence, frames, receipts, 0, len(body))

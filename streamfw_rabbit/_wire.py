@@ -1,4 +1,4 @@
-"""Frames of AMQP 0-9-1, without I/O: those we write, and a parser that takes out those that are many.
+"""Frames of AMQP 0-9-1, without I/O: a parser that takes out those that are many. (`_frames` has those we write.)
 
 A frame is its type (1 method, 2 content header, 3 body, 8 heartbeat), the channel's number in 16 bits, the size of its
 payload in 32, the payload, and 0xCE. A method's payload begins with its class and number, 16 bits each. A message is a
@@ -18,35 +18,23 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from . import _content, _tables
+from ._frames import OVERHEAD
 from .channel import Properties, RawDelivery, Returned
 
 __all__ = [
     "HEARTBEAT",
-    "DoesNotFit",
     "FastDelivery",
     "Parser",
     "Sink",
     "Watched",
-    "ack_frame",
     "connection_close",
-    "fits",
     "methods",
-    "nack_frame",
-    "plain_frames",
-    "publish_frames",
-    "reject_frame",
 ]
 
 HEARTBEAT: Final = b"\x08\0\0\0\0\0\0\xce"
-END: Final = b"\xce"
-# A frame has eight bytes beside its payload.
-OVERHEAD: Final = 8
-# What a content header has beside the properties: class, weight, the body's size.
-_FIXED: Final = 12
 
 CONNECTION_CLOSE, CONNECTION_CLOSE_OK, BLOCKED, UNBLOCKED = (bytes((0, 10, 0, n)) for n in (50, 51, 60, 61))
 CHANNEL_CLOSE, CHANNEL_CLOSE_OK = bytes((0, 20, 0, 40)), bytes((0, 20, 0, 41))
@@ -54,111 +42,10 @@ CANCEL, RETURN, DELIVER, ACK, NACK = (bytes((0, 60, 0, n)) for n in (30, 50, 60,
 
 _FRAME: Final = struct.Struct(">BHI")
 _HEADER: Final = struct.Struct(">BHIIQ")  # a content header frame: class and weight, then the body's size
-_SETTLE: Final = struct.Struct(">BHIHHQBB")
-_CONTENT: Final = struct.Struct(">BHIHHQ")
 _TAG: Final = struct.Struct(">Q")
 _frame_at = _FRAME.unpack_from
 _header_at = _HEADER.unpack_from
 _tag_at = _TAG.unpack_from
-
-
-# Writing
-
-
-class DoesNotFit(ValueError):
-    """Properties and headers that are larger than a frame, by `over` bytes."""
-
-    def __init__(self, size: int, room: int) -> None:
-        super().__init__(
-            f"properties and headers of {size} bytes: the server takes at most {room} (frame_max of the connection); "
-            f"put what is large into the body"
-        )
-        self.over = size - room
-
-
-def fits(properties: bytes, frame_max: int) -> bool:
-    """Whether encoded properties fit into a frame, which their content header is."""
-    return _FIXED + len(properties) <= frame_max - OVERHEAD
-
-
-def ack_frame(channel: int, tag: int, multiple: bool) -> bytes:
-    return _SETTLE.pack(1, channel, 13, 60, 80, _checked(tag), multiple, 0xCE)
-
-
-def nack_frame(channel: int, tag: int, multiple: bool, requeue: bool) -> bytes:
-    return _SETTLE.pack(1, channel, 13, 60, 120, _checked(tag), multiple | requeue << 1, 0xCE)
-
-
-def reject_frame(channel: int, tag: int, requeue: bool) -> bytes:
-    return _SETTLE.pack(1, channel, 13, 60, 90, _checked(tag), requeue, 0xCE)
-
-
-def _checked(tag: int) -> int:
-    if tag < 1:
-        raise ValueError(f"delivery tag {tag}: 0 would settle everything that is out")
-    return tag
-
-
-@lru_cache(4096)  # a service publishes to few exchanges and keys
-def _publish_method(channel: int, exchange: str, routing_key: str, mandatory: bool) -> bytes:
-    names = _tables.short_string(exchange) + _tables.short_string(routing_key)
-    payload = b"\0\x3c\0\x28\0\0" + names + (b"\1" if mandatory else b"\0")
-    return _FRAME.pack(1, channel, len(payload)) + payload + END
-
-
-def publish_frames(
-    channel: int, exchange: str, routing_key: str, properties: bytes, body: bytes, frame_max: int, mandatory: bool
-) -> bytes:
-    """A whole message. Raises `ValueError` for names, and `DoesNotFit` for properties, that do not fit."""
-    method = _publish_method(channel, exchange, routing_key, mandatory)
-    size, room = len(body), frame_max - OVERHEAD
-    if not fits(properties, frame_max):
-        raise DoesNotFit(len(properties), room - _FIXED)
-    head = method + _CONTENT.pack(2, channel, 12 + len(properties), 60, 0, size) + properties
-    if not size:
-        return head + END  # an empty body has no frame
-    if size <= room:
-        return head + END + _FRAME.pack(3, channel, size) + body + END
-    parts = [head, END]
-    for start in range(0, size, room):
-        piece = body[start : start + room]
-        parts += (_FRAME.pack(3, channel, len(piece)), piece, END)
-    return b"".join(parts)
-
-
-_ENTRY: Final = _tables.sequence_entry
-# A content frame of flags (headers, delivery mode, message id, timestamp), the sequence number alone in the table, the
-# mode, and the id's length; then what follows the id, up to the body.
-_PLAIN: Final = struct.Struct(f">BHIHHQHI{len(_ENTRY)}sQBB")
-_PLAIN_END: Final = struct.Struct(">QBBHI")
-_PLAIN_FLAGS: Final = 0x2000 | 0x1000 | 0x0080 | 0x0040
-_PLAIN_SIZE: Final = _PLAIN.size - 7 + 8  # of the frame's payload, without the id
-
-
-def plain_frames(
-    channel: int, exchange: str, routing_key: str, identity: str, stamp: int, sequence: int, body: bytes, frame_max: int
-) -> bytes:
-    """What `publish_frames` gives for a mandatory message that is persistent and has an id and a time (in seconds since
-    1970, from 0 on), nothing else. Most are of this kind."""
-    encoded, size = identity.encode(), len(body)
-    length = len(encoded)
-    if not 0 < length < 256 or not 0 < size <= frame_max - OVERHEAD:
-        properties = Properties(delivery_mode=2, message_id=identity, timestamp=stamp)
-        content = _content.encode(properties, sequence)
-        return publish_frames(channel, exchange, routing_key, content, body, frame_max, True)
-    return b"".join(
-        (
-            _publish_method(channel, exchange, routing_key, True),
-            _PLAIN.pack(
-                2, channel, _PLAIN_SIZE + length, 60, 0, size,
-                _PLAIN_FLAGS, _tables.ENTRY_SIZE, _ENTRY, sequence, 2, length,
-            ),
-            encoded,
-            _PLAIN_END.pack(stamp, 0xCE, 3, channel, size),
-            body,
-            END,
-        )
-    )  # fmt: skip
 
 
 # Reading what the library writes, and what a handshake is answered with

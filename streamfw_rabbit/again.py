@@ -13,7 +13,7 @@ from streamfw.message import Outgoing
 from streamfw.runtime.settler import backoff
 
 from . import _content
-from ._wire import fits
+from ._frames import fits
 from .channel import FieldValue, Properties
 from .delivery import RabbitDelivery, left_of
 from .epochs import Epochs

@@ -31,7 +31,7 @@ from streamfw.errors import (
 )
 from streamfw.message import NO_HEADERS, Outgoing
 
-from ._wire import DoesNotFit
+from ._frames import DoesNotFit
 from .addresses import Addresses
 from .channel import NACKED, Answer, Closed, Properties, Receipts, Returned
 from .epochs import Epochs

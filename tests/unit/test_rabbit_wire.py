@@ -23,7 +23,7 @@ from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 from pamqp.heartbeat import Heartbeat
 
-from streamfw_rabbit import _content, _tables, _wire
+from streamfw_rabbit import _content, _frames, _tables, _wire
 from streamfw_rabbit.channel import SEQUENCE_HEADER, Closed, Properties, RawDelivery, Returned
 from streamfw_rabbit.library import LibraryChannel, LibraryDelivery, _Frames
 
@@ -579,7 +579,7 @@ def test_a_publish_is_written_as_by_the_library(
     method = amqp.Basic.Publish(exchange=exchange, routing_key=key, mandatory=mandatory)
     expected = b"".join([marshalled(method, channel), *content(channel, body, properties)])
     encoded = _content.encode(_content.from_library(properties))
-    assert _wire.publish_frames(channel, exchange, key, encoded, body, FRAME_MAX, mandatory) == expected
+    assert _frames.publish_frames(channel, exchange, key, encoded, body, FRAME_MAX, mandatory) == expected
 
 
 @settings(deadline=None)
@@ -591,42 +591,42 @@ def test_a_publish_is_written_as_by_the_library(
 )
 def test_a_plain_message_is_written_as_any_other(identity: str, sequence: int, stamp: int, body: bytes) -> None:
     encoded = _content.encode(Properties(delivery_mode=2, message_id=identity, timestamp=stamp), sequence)
-    expected = _wire.publish_frames(7, "e", "k", encoded, body, FRAME_MAX, True)
-    assert _wire.plain_frames(7, "e", "k", identity, stamp, sequence, body, FRAME_MAX) == expected
+    expected = _frames.publish_frames(7, "e", "k", encoded, body, FRAME_MAX, True)
+    assert _frames.plain_frames(7, "e", "k", identity, stamp, sequence, body, FRAME_MAX) == expected
 
 
 def test_a_plain_message_with_an_id_that_is_too_long_is_refused_as_any_other() -> None:
     with pytest.raises(ValueError, match="256 bytes long"):
-        _wire.plain_frames(7, "e", "k", "i" * 256, 0, 1, b"x", FRAME_MAX)
+        _frames.plain_frames(7, "e", "k", "i" * 256, 0, 1, b"x", FRAME_MAX)
 
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_settlements_are_written_as_by_the_library(flag: bool) -> None:
     for channel, tag in ((1, 1), (65535, 2**63 - 1)):
-        assert _wire.ack_frame(channel, tag, flag) == marshalled(amqp.Basic.Ack(tag, flag), channel)
-        assert _wire.reject_frame(channel, tag, flag) == marshalled(amqp.Basic.Reject(tag, flag), channel)
+        assert _frames.ack_frame(channel, tag, flag) == marshalled(amqp.Basic.Ack(tag, flag), channel)
+        assert _frames.reject_frame(channel, tag, flag) == marshalled(amqp.Basic.Reject(tag, flag), channel)
         for multiple in (True, False):
             expected = marshalled(amqp.Basic.Nack(tag, multiple, flag), channel)
-            assert _wire.nack_frame(channel, tag, multiple, flag) == expected
+            assert _frames.nack_frame(channel, tag, multiple, flag) == expected
 
 
 def test_tag_0_is_refused() -> None:
     """It would settle everything that is out."""
     with pytest.raises(ValueError, match="delivery tag 0"):
-        _wire.ack_frame(1, 0, True)
+        _frames.ack_frame(1, 0, True)
 
 
 def test_properties_beyond_a_frame_are_refused() -> None:
     """A header frame cannot be split; the server would close the connection (501)."""
     fits = _content.encode(Properties(raw_headers={"a": "x" * (ROOM - 12 - 2 - 4 - 7)}))
-    assert len(_wire.publish_frames(1, "", "k", fits, b"", FRAME_MAX, False)) > FRAME_MAX
+    assert len(_frames.publish_frames(1, "", "k", fits, b"", FRAME_MAX, False)) > FRAME_MAX
     with pytest.raises(ValueError, match=f"at most {ROOM - 12}"):
-        _wire.publish_frames(1, "", "k", fits + b"x", b"", FRAME_MAX, False)
+        _frames.publish_frames(1, "", "k", fits + b"x", b"", FRAME_MAX, False)
 
 
 def test_a_long_name_is_refused() -> None:
     with pytest.raises(ValueError, match="256 bytes long"):
-        _wire.publish_frames(1, "", "k" * 256, b"\0\0", b"", FRAME_MAX, False)
+        _frames.publish_frames(1, "", "k" * 256, b"\0\0", b"", FRAME_MAX, False)
 
 
 def test_methods_of_what_the_library_writes() -> None:
