@@ -36,7 +36,6 @@ from streamfw.message import (
 
 from .admin import topic_name_mistake
 from .groups import partitions_of
-from .publish import Stored
 from .reading import Spans, reading
 from .wire import key_of, message_id_of, visible_headers
 
@@ -331,7 +330,8 @@ def _dead_since(record: Any) -> int:
 def _as_it_is(record: Any) -> Outgoing:
     letter = _message(record)
     since = (DEAD_SINCE, str(_dead_since(record)).encode())
-    return Stored(
+    return Outgoing(
+        stored=True,
         name=letter.name,
         body=letter.body,
         message_id=letter.message_id,
@@ -346,7 +346,14 @@ def _put_back(record: Any, topic: str, placed: bool) -> Outgoing:
     headers = original_headers(letter.headers)
     if placed:
         headers = Headers.of((*headers.pairs, *_places(letter.headers)))
-    return Stored(name=topic, body=letter.body, message_id=letter.message_id, key=letter.key, headers=headers)
+    return Outgoing(
+        stored=True,
+        name=topic,
+        body=letter.body,
+        message_id=letter.message_id,
+        key=letter.key,
+        headers=headers,
+    )
 
 
 def _places(headers: Headers) -> builtins.list[tuple[str, bytes | None]]:

@@ -12,7 +12,7 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from streamfw.broker import Position, Subscription
-from streamfw.errors import BrokerRefused, PublishError
+from streamfw.errors import BrokerError, BrokerRefused, PublishError
 from streamfw.message import Outgoing
 
 from .admin import Topics
@@ -21,6 +21,7 @@ from .errors import DRIVER_ERRORS, translated
 from .group import Membership
 from .groups import offsets_of
 from .nodes import diagnosed
+from .publish import MAX_BYTES
 from .settings import Settings, client_arguments
 from .topic import Topic, name_mistake, topic_of, whole
 from .transactions import Transactions
@@ -49,6 +50,7 @@ class Opening:
         self.publish = publish
         self.topic: Topic = topic_of(subscription)
         self.retry_name = self.topic.retry_name(subscription.group)
+        self.retry_limit: int | None = None  # the largest batch that its retry topic takes, in bytes; None: not known
         # Partitions as they were when this was opened first, each with its end where it is to begin there.
         self._there: dict[TopicPartition, int | None] | None = None
         self._known: set[str] = set()  # topics that the group had read of by then
@@ -59,6 +61,7 @@ class Opening:
         still busy with moving its own (then they come later). Raises a `BrokerError`."""
         await self._check_topics()
         await self._look_around()
+        await self._ask_for_limit()
         what = f"subscribing to {self.topic.name!r} in group {self.subscription.group!r}"
         consumer = self._made()
         membership = Membership(
@@ -165,6 +168,16 @@ class Opening:
                 raise BrokerRefused(
                     f"{self.subscription!r}: topic {self.topic.name!r} has {len(there)} partitions, and no {missing}"
                 )
+
+    async def _ask_for_limit(self) -> None:
+        if self.retry_name is None or self.retry_limit is not None:
+            return
+        try:
+            value = await self.topics.config(self.retry_name, MAX_BYTES)
+        except BrokerError as error:  # we may lack the right to ask
+            log.info("%r: how large a record of its retry topic may be: %s", self.subscription, error)
+            return
+        self.retry_limit = int(value) if value is not None and value.isdecimal() else None
 
     # -- where to begin
 

@@ -21,7 +21,7 @@ from streamfw.errors import (
     Unavailable,
     Unroutable,
 )
-from streamfw.message import ORIGIN_OFFSET, Outgoing
+from streamfw.message import Message, Outgoing
 
 from .admin import Leaders, MissingTopic, Topics
 from .errors import concerns_message
@@ -30,17 +30,13 @@ from .sending import Sending
 from .settings import Settings
 from .wire import Pairs, encoded, value_of
 
-__all__ = ["Publishing", "Stored", "kind_of", "record_of"]
+__all__ = ["MAX_BYTES", "Publishing", "kind_of", "record_of", "size_of"]
 
 log = logging.getLogger("streamfw.kafka")
 
-_LIMIT: Final = "max.message.bytes"
+MAX_BYTES: Final = "max.message.bytes"
 _SETTLING: Final = 5.0  # seconds after we first saw a topic in which not every node need know it
 _PACE: Final = 0.05  # seconds at least between two questions for leaders
-
-
-class Stored(Outgoing, gc=False):
-    """What is in a topic already and moves to another place: our own limits do not keep it where it must not stay."""
 
 
 class Publishing:
@@ -191,14 +187,17 @@ class Publishing:
         try:
             limit = await self._limit(route)
         finally:
-            named = f"larger than {_LIMIT}={limit}" if limit else f"too large for {_LIMIT}"
+            named = f"larger than {MAX_BYTES}={limit}" if limit else f"too large for {MAX_BYTES}"
             text = f"its record, with a body of {len(message.body or b'')} bytes, is {named} of topic {route.name!r}"
-            self._fail(call, place, message, TooLarge, text, error)
+            over = _headers_over(message, limit)
+            failed = TooLarge(text, name=message.name, message_id=message.message_id, headers_over=over)
+            failed.__cause__ = error
+            call.answer(place, failed)
 
     async def _limit(self, route: Route) -> int | None:
         """What the topic takes. Batches for it become no larger from now on."""
         try:
-            value = await self._topics.config(route.name, _LIMIT)
+            value = await self._topics.config(route.name, MAX_BYTES)
         except BrokerError:  # we may lack the right to ask
             return None
         if value is None or not value.isdecimal():
@@ -224,16 +223,18 @@ class Publishing:
 
 
 def record_of(message: Outgoing, max_body: int, moves: bool = True) -> tuple[bytes | None, bytes | None, Pairs]:
-    """Key, value and headers of the record that a message becomes. `moves`: it may be in a topic already, and then our
-    own limits are none. Raises the `PublishError` of what cannot be sent at all."""
+    """Key, value and headers of the record that a message becomes. `moves`: it may be in a topic already
+    (`Outgoing.stored`), and then our own limits are none. Raises the `PublishError` of what cannot be sent at all."""
     body: bytes | None = message.body
+    stored = moves and message.stored
     about = {"name": message.name, "message_id": message.message_id}
     if type(body) is not bytes:
         body = value_of(body)
-        if body is None and message.key is None and not (moves and _was_stored(message)):
+        if body is None and message.key is None and not stored:
             raise Rejected("a tombstone without a key would delete nothing", **about)
-    if body is not None and len(body) > max_body and not (moves and _was_stored(message)):
-        raise TooLarge(f"its body of {len(body)} bytes is larger than max_body={max_body}", **about)
+    if body is not None and len(body) > max_body and not stored:
+        text = f"its body of {len(body)} bytes is larger than max_body={max_body}"
+        raise TooLarge(text, name=message.name, message_id=message.message_id)
     if message.delay and not message.delay < 0:
         raise Rejected(f"delay={message.delay!r}: Kafka has no delayed publishing", **about)
     try:
@@ -243,10 +244,23 @@ def record_of(message: Outgoing, max_body: int, moves: bool = True) -> tuple[byt
     return key, body, headers
 
 
-def _was_stored(message: Outgoing) -> bool:
-    """Whether it was in a topic already: what a person moves, a dead letter, or on the way to a retry topic. Kafka took
-    it once, so our own limits do not keep it where it must not stay."""
-    return isinstance(message, Stored) or ORIGIN_OFFSET in message.headers
+_AROUND: Final = 100  # bytes of a batch and a record at most, besides key, value and headers
+
+
+def size_of(message: Message | Outgoing) -> int:
+    """About how large a batch is that has only this record, in bytes, not compressed; never less than it is."""
+    return _AROUND + len(message.key or "") * 4 + len(message.body) + _headers_size(message)
+
+
+def _headers_size(message: Message | Outgoing) -> int:
+    return sum(len(name) * 4 + len(value or b"") + 10 for name, value in message.headers.pairs)
+
+
+def _headers_over(message: Outgoing, limit: int | None) -> int:
+    """See `TooLarge`; where the limit is not known, the least that there can be."""
+    headers = _headers_size(message)
+    over = 1 if limit is None else max(1, size_of(message) - limit)
+    return over if over <= headers else 0
 
 
 def kind_of(error: BrokerError) -> type[PublishError]:

@@ -20,11 +20,13 @@ from streamfw.message import ORIGIN_OFFSET, ORIGIN_PARTITION, Headers, Outgoing
 
 from .assignment import KafkaDelivery
 
-__all__ = ["ATTEMPT", "NOT_BEFORE", "PUBLISHED", "Waiting", "again_later"]
+__all__ = ["ADDED", "ATTEMPT", "NOT_BEFORE", "PUBLISHED", "Waiting", "again_later"]
 
 ATTEMPT: Final = "streamfw-attempt"
 NOT_BEFORE: Final = "streamfw-not-before"
 PUBLISHED: Final = "streamfw-published"
+ADDED: Final = 400
+"""Bytes of the headers that a copy has more, at most."""
 _OURS: Final = frozenset({ATTEMPT, NOT_BEFORE, PUBLISHED, ORIGIN_PARTITION, ORIGIN_OFFSET})
 
 
@@ -43,6 +45,7 @@ def again_later(delivery: KafkaDelivery, topic: str, after: float) -> Outgoing:
         message_id=delivery.message_id,
         key=delivery.key,
         headers=delivery.headers.merged(told),
+        stored=True,
     )
 
 

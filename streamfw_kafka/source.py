@@ -48,7 +48,8 @@ from .errors import translated
 from .foreign import tolerate
 from .group import Membership, holds_back
 from .opening import Opening
-from .retry import Waiting, again_later
+from .publish import size_of
+from .retry import ADDED, Waiting, again_later
 from .status import PartitionStatus
 from .transactions import Unit
 from .watch import Watch
@@ -314,6 +315,14 @@ class KafkaSource(Source):
                 failed = error
         if failed is not None:
             raise BrokerUnavailable(f"{self._subscription!r}: publishing to its retry topic: {failed}") from failed
+
+    def can_retry(self, delivery: Delivery) -> bool:
+        """See `Source.can_retry`: its copy has headers of ours besides its own, and the retry topic has a limit.
+        Where what we publish is compressed, nobody can tell."""
+        limit = self._opening.retry_limit
+        if limit is None or self._settings.compression != "none":
+            return True
+        return size_of(delivery) + ADDED <= limit
 
     def _not_ours(self, delivery: Delivery) -> SettleError:
         assert isinstance(delivery, KafkaDelivery)

@@ -152,7 +152,8 @@ class Transactions:
             await self.topics.ensure(message.name)
             future: asyncio.Future[Any] = await producer.send(message.name, value, key=key, headers=headers)
         except MessageSizeTooLargeError as error:
-            return TooLarge(f"the record is too large: {error}", **about)
+            text = f"the record is too large: {error}"
+            return TooLarge(text, name=message.name, message_id=message.message_id)
         except PublishError as error:
             return error.with_traceback(None)
         except BrokerError as error:

@@ -15,7 +15,6 @@ from aiokafka.errors import CorruptRecordException
 from streamfw import subscriber
 from streamfw.message import ORIGIN, ORIGIN_GROUP, TOMBSTONE, Headers, Outgoing
 from streamfw_kafka.connection import KafkaConnection
-from streamfw_kafka.publish import Stored
 from streamfw_kafka.wire import MESSAGE_ID
 from tests.brokers.cli_kit import Run, commands_on
 from tests.brokers.kafka_apps import app_of, broker_of, committed, fill, filled, numbers, source_of, topic
@@ -64,7 +63,9 @@ async def test_letters_beyond_our_own_limits_are_put_back_and_make_room_for_othe
     async with desk(kafka.url) as somebody:
         for headers, *bodies in ((Headers(), large, TOMBSTONE), (told, large, TOMBSTONE, b"1")):
             for body in bodies:
-                assert not await somebody.send(Stored(name=dead, body=body, message_id="", headers=headers))
+                assert not await somebody.send(
+                    Outgoing(name=dead, body=body, message_id="", headers=headers, stored=True)
+                )
     async with broker_of(kafka, max_body=100_000).connect() as connection:
         assert isinstance(connection, KafkaConnection)
         letters = await connection.dead_letters(dead)
