@@ -52,8 +52,14 @@ class Addresses:
             lane = self._opened()
             receipts = Receipts()
             lane.watch(receipts, deadline)
-            await lane.send("", message.name, properties, message.body, receipts, 0, mandatory=False, until=deadline)
-            (answer,) = await receipts.wait()
+            try:
+                await lane.send(
+                    "", message.name, properties, message.body, receipts, 0, mandatory=False, until=deadline
+                )
+                (answer,) = await receipts.wait()
+            finally:
+                if receipts.left:
+                    receipts.abandon()
         if answer is None:
             if len(self._known) >= _KNOWN:
                 del self._known[next(iter(self._known))]

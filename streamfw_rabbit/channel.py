@@ -169,6 +169,9 @@ Answer: TypeAlias = "Returned | Nacked | Closed | Open | None"
 """What became of a publish. None: confirmed, so it is stored. `Closed`: it may be stored, nobody can tell."""
 
 
+_ABANDONED: Final = Closed("local", 0, "its caller has given up")
+
+
 class Receipts:
     """The answers to a group of publishes, by place. One future a group, not a message.
 
@@ -194,6 +197,12 @@ class Receipts:
         self.left -= 1
         if not self.left and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def abandon(self) -> None:
+        """Nobody waits for the rest any more: whoever watches over it may let go of it."""
+        for place, answer in enumerate(self.answers):
+            if answer is OPEN:
+                self.answer(place, _ABANDONED)
 
     async def wait(self) -> list[Answer]:
         """Wait for all of them, by one task at a time. It may be cancelled or timed out: the answers that are there

@@ -28,6 +28,7 @@ __all__ = ["Lane", "NotSent"]
 
 _PACE: Final = 0.05  # seconds between two attempts to open a channel
 _LOOK: Final = 0.25  # seconds between two looks for what took too long
+_FEW: Final = 1000  # of those that are watched: not worth to be sorted out
 
 
 class NotSent(Exception):
@@ -185,6 +186,11 @@ class Lane:
         if self._watching is None:
             self._watching = asyncio.get_running_loop().call_later(_LOOK, self._look)
 
+    @property
+    def watched(self) -> int:
+        """How many groups of receipts are kept: those without all their answers, and a few more."""
+        return len(self._watched)
+
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         now, watched = loop.time(), self._watched
@@ -192,6 +198,9 @@ class Lane:
             _, receipts = watched.popleft()
             if receipts.left:
                 self._give_up(receipts)
+        if len(watched) > _FEW:
+            # One that has no answer yet must not keep all those behind it that have theirs.
+            self._watched = watched = deque([one for one in watched if one[1].left])
         self._watching = loop.call_later(_LOOK, self._look) if watched else None
 
     def _give_up(self, receipts: Receipts) -> None:

@@ -146,6 +146,8 @@ class Publishing:
             if receipts.left:
                 await receipts.waiting()
         finally:
+            if receipts.left:
+                receipts.abandon()
             self.calls -= 1
             if self._quiet is not None:
                 self._look_whether_quiet()
@@ -167,7 +169,7 @@ class Publishing:
                     receipts.answer(place, None)
             answers = await receipts.wait()
         finally:
-            self._call_ended()
+            self._call_ended(receipts)
         if not errors and not any(answers):
             return ()
         return [errors.get(place) or self._error(messages[place], answer) for place, answer in enumerate(answers)]
@@ -246,7 +248,7 @@ class Publishing:
         except (ValueError, TypeError) as error:
             return _unfit(message, error)
         finally:
-            self._call_ended()
+            self._call_ended(receipts)
         return self._error(message, answer)
 
     # Answers
@@ -363,7 +365,9 @@ class Publishing:
         if self._closed:
             raise BrokerClosed("the connection to RabbitMQ was closed")
 
-    def _call_ended(self) -> None:
+    def _call_ended(self, receipts: Receipts) -> None:
+        if receipts.left:
+            receipts.abandon()
         self.calls -= 1
         self._look_whether_quiet()
 

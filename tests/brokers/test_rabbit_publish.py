@@ -20,6 +20,7 @@ from streamfw.errors import (
     Unroutable,
 )
 from streamfw_rabbit import Exchange, RabbitQueue
+from streamfw_rabbit.channel import OPEN, Receipts
 from streamfw_rabbit.connection import RabbitConnection
 from tests.brokers.rabbit_broker_kit import Raw, connected, member, new_name, outgoing, raw, send, version_of
 from tests.brokers.rabbit_kit import TransportName
@@ -259,6 +260,27 @@ async def test_a_publish_that_is_cancelled_holds_up_nobody(rabbit: Rabbit, trans
         taken = await taker.take(6)
         assert [delivery.body for delivery in taken] == [b"0", b"1", b"3", b"5", b"6", b"7"]
         await taker.acknowledge(taken)
+
+
+async def test_what_is_cancelled_or_late_keeps_nothing_of_what_was_answered(connection: RabbitConnection) -> None:
+    """Receipts are watched over until they have their answers, not until those before them have."""
+    name, lane = new_name(), connection.publishing.lane
+    async with member(connection, name, prefetch=1):
+        assert await send(connection, outgoing(name)) == [None]
+        calls = [asyncio.create_task(send(connection, *(outgoing(name) for _ in range(n)))) for n in (1, 1, 3, 1)]
+        await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        await eventually(lambda: not lane.watched)
+        late = Receipts(1)
+        lane.watch(late, asyncio.get_running_loop().time() + 600)
+        for _ in range(3):
+            await asyncio.gather(*(send(connection, outgoing(name)) for _ in range(1000)))
+        await eventually(lambda: lane.watched <= 1000)
+        assert late.answers == [OPEN]
+        late.answer(0, None)
+        await eventually(lambda: not lane.watched)
 
 
 # ---------------------------------------------------------------------- a server that is away, or takes nothing
