@@ -133,7 +133,7 @@ class Life:
     async def _patiently(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Do `attempt`, again and again while the server is away; the whole start may take `Settings.wait` seconds."""
         loop = asyncio.get_running_loop()
-        tries = 0
+        tries, last = 0, ""
         while True:
             try:
                 async with asyncio.timeout_at(self._patience) as bound:
@@ -141,12 +141,13 @@ class Life:
             except TimeoutError as error:
                 if not bound.expired():
                     raise
-                raise BrokerUnavailable(f"{what}: no answer within wait={self._settings.wait:g} s") from error
+                raise BrokerUnavailable(f"{what}: no answer within wait={self._settings.wait:g} s{last}") from error
             except BrokerError as error:
                 left = math.inf if self._patience is None else self._patience - loop.time()
                 if not error.transient or left <= 0:
                     raise
                 logger.warning("%s: %s; trying again", what, error)
+                last = f"; before that: {error}"
                 await asyncio.sleep(min(backoff(tries), 5.0, left))
                 tries += 1
 

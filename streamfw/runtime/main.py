@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -67,7 +68,15 @@ def _run(main: Coroutine[Any, Any, int], uvloop: bool) -> int:
         except ImportError:
             pass
     with asyncio.Runner(loop_factory=factory) as runner:
+        runner.get_loop().set_exception_handler(_note)
         return runner.run(main)
+
+
+def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What happened in the loop, where nobody waits for it. That a name has no address is told to whoever connects: of
+    a look-up that he has broken off meanwhile, uvloop complains here besides."""
+    if not isinstance(context.get("exception"), socket.gaierror):
+        loop.default_exception_handler(context)
 
 
 class Once:

@@ -52,10 +52,10 @@ class FakeBroker(Broker):
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
         self.attempts += 1
-        if self.hang:
-            await asyncio.sleep(60)
         if self.faults:
             raise self.faults.popleft()
+        if self.hang:
+            await asyncio.sleep(60)
         self.log.append("connected")
         try:
             yield FakeBrokerConnection(self)
@@ -534,6 +534,15 @@ async def test_an_attempt_that_never_answers_is_bounded_too() -> None:
     app = App(ordering(), brokers={"default": broker})
     app.settings.wait = 0.05
     with pytest.raises(BrokerUnavailable, match=r"broker 'default' \(fake://user@host\): no answer within wait=0.05 s"):
+        async with app.running():
+            pass
+
+
+async def test_the_last_reason_is_told_when_the_time_is_over() -> None:
+    broker = FakeBroker(away("no such host"), hang=True)
+    app = App(ordering(), brokers={"default": broker})
+    app.settings.wait = 0.5
+    with pytest.raises(BrokerUnavailable, match=r"no answer within wait=0.5 s; before that: no such host"):
         async with app.running():
             pass
 

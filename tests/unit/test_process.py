@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import socket
 import sys
 import textwrap
 from collections.abc import AsyncIterator
@@ -12,6 +14,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+
+from streamfw.runtime.main import _run
 
 HEAD = """
 import asyncio, sys
@@ -228,6 +232,21 @@ FAILURES = {
         "the table was dropped",
     ),
 }
+
+
+@pytest.mark.parametrize("uvloop", [True, False])
+def test_a_look_up_that_was_broken_off_is_not_told(uvloop: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """uvloop leaves its failure to nobody; what else nobody waits for is told as ever."""
+
+    async def main() -> int:
+        for error in (socket.gaierror(-2, "Name or service not known"), RuntimeError("something else")):
+            asyncio.get_running_loop().create_future().set_exception(error)
+        return 3
+
+    assert _run(main(), uvloop) == 3
+    gc.collect()
+    told = [record.exc_info[1] for record in caplog.records if record.name == "asyncio" and record.exc_info]
+    assert [type(error) for error in told] == [RuntimeError]
 
 
 @pytest.mark.parametrize("name", FAILURES)
