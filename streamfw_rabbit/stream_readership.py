@@ -268,12 +268,12 @@ class Readership:
     # -- where the stream begins and ends
 
     def came(self, first: StreamDelivery) -> bool:
-        """The first message that a reader brings of what it asked for; whether to take it. It is looked at later what
-        it means that it is another one."""
-        if self.entry.came(first.seen()):
-            return True
-        self._ended.set()
-        return False
+        """The first message that a reader brings of what it asked for; whether to take it. What it means that it is
+        another one is looked at soon."""
+        taken = self.entry.came(first.seen())
+        if not self.entry.sure:
+            self._ended.set()
+        return taken
 
     async def _look(self, reader: Reader) -> None:
         found = await self._surveyed("next")

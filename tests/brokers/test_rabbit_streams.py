@@ -804,50 +804,27 @@ async def test_an_offset_that_never_was_is_read_from_the_beginning(on: Desk) -> 
         assert one.source.health().ok
 
 
-SMALL: dict[str, Any] = {"max_length_bytes": 2000, "arguments": {"x-stream-max-segment-size-bytes": 500}}
-
-
-async def dropped(on: Desk, below: int) -> None:
-    """Publish until the server has dropped what is below, and more."""
+async def test_what_the_server_has_dropped_is_said_at_once(
+    on: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_readership, "LOOK", 600.0)
+    small = {"max_length_bytes": 2000, "arguments": {"x-stream-max-segment-size-bytes": 500}}
+    async with reader(on, stream=small) as one:
+        await on.fill([bytes(200)])
+        await one.acknowledge(await one.take(1))
+    for _ in range(60):
+        await on.fill([bytes(200)])
     epoch = on.connection.consuming.current
     assert epoch is not None
 
-    async def gone() -> bool:
-        await on.fill([bytes(200)] * 3)
-        return ((await survey(epoch, NAME)).first or 0) > below
+    async def dropped() -> bool:
+        return ((await survey(epoch, NAME)).first or 0) > 1
 
-    for _ in range(60):
-        await on.fill([bytes(200)])
-    await eventually(gone)
-
-
-async def test_what_the_server_has_dropped_is_said(on: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    async with reader(on, stream=SMALL) as one:
-        await on.fill([bytes(200)])
-        await one.acknowledge(await one.take(1))
-    await dropped(on, 1)
-    async with reader(on, stream=SMALL) as one:
+    await eventually(dropped)
+    async with reader(on, stream=small) as one:
         (first,) = offsets(await one.take(1))
         await eventually(lambda: f"offsets 1 to {first - 1} are gone" in caplog.text)
     assert "made anew" not in caplog.text
-
-
-async def test_what_was_handled_before_the_server_dropped_it_is_not_gone(
-    on: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with reader(on, stream=SMALL) as one:
-        await on.fill([bytes(200)])
-        await one.acknowledge(await one.take(1))
-    await dropped(on, 1)
-    monkeypatch.setattr(stream_readership, "LOOK", 600.0)
-    async with reader(on, stream=SMALL) as one:
-        taken = await one.take(2)
-        first = offsets(taken)[0]
-        await one.acknowledge(taken)
-        await dropped(on, first)
-        readership_of(one)._ended.set()  # look now
-        await eventually(lambda: "are gone" in caplog.text)
-        assert f"offsets 1 to {first - 1} are gone" in caplog.text
 
 
 # ------------------------------------------------------------------ trouble

@@ -73,3 +73,11 @@ def test_a_witness_that_has_not_come_yet_is_waited_for() -> None:
     assert entry.look(0, 6, 9.0, PATIENCE) == "open", "it is there, and has not come yet"
     assert not entry.is_short
     assert entry.look(0, 3, 12.0, PATIENCE) == "open", "the time begins anew"
+
+
+def test_what_came_before_the_server_dropped_it_is_not_gone() -> None:
+    entry = Entry(21)
+    assert entry.look(1400, 1600, 0.0, PATIENCE) == "open", "what comes first is not known yet"
+    assert entry.came(message(1445, "old"))
+    assert entry.look(1530, 1600, 5.0, PATIENCE) == "well"
+    assert entry.gone == (21, 1444)
