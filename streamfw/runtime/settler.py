@@ -9,8 +9,8 @@ Theory of operation
     A source that cannot be reached keeps the group: it is settled again after a pause, for nothing of it counts. What
     the source cannot do itself with a dead letter, `bury` does: publish, confirmed, then acknowledge. Its lane goes on
     meanwhile, as it does when the source does it. It is tried again for as long as that may help; what the broker says
-    it cannot take as it is (`Rejected`) until a person acts, so nothing waits for it: neither a drain nor a source that
-    wants everything settled.
+    it cannot take, or a server that refuses us, stays so until a person acts, so nothing waits for it: neither a drain
+    nor a source that wants everything settled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 
 from streamfw.broker import Delivery, Settlement, Source
-from streamfw.errors import BrokerError, Rejected, SettleError
+from streamfw.errors import BrokerError, PublishError, Rejected, SettleError
 from streamfw.outcome import ACK, Ack, DeadLetter
 from streamfw.texts import one_line
 
@@ -36,6 +36,14 @@ BURIED = Ack()  # ends the original of a dead letter: no handler acknowledged it
 def backoff(attempt: int) -> float:
     """Seconds before trying a server again: full jitter, 0.1 s doubling to 30 s."""
     return random.uniform(0.0, min(30.0, 0.1 * 2.0 ** min(attempt, 12))) + 0.01
+
+
+def _stays(error: BaseException | None) -> bool:
+    """Whether an error will stay the same until a person acts: of the message itself, or of the connection."""
+    if isinstance(error, Rejected):
+        return True
+    cause = error.__cause__ if isinstance(error, PublishError) else error
+    return isinstance(cause, BrokerError) and not cause.transient
 
 
 class Settler:
@@ -159,7 +167,7 @@ class Settler:
                 break
             except Exception as error:  # whatever the publish raises: the original stays until it is confirmed
                 self._trouble(trouble, error)
-                if isinstance(error, Rejected):
+                if _stays(error):
                     if self._ending.is_set():
                         return
                     self._refused.add(task)

@@ -17,6 +17,7 @@ from streamfw_rabbit import RabbitBroker
 from streamfw_rabbit.channel import Properties, Receipts
 from streamfw_rabbit.connection import RabbitConnection
 from streamfw_rabbit.epochs import Epochs
+from streamfw_rabbit.errors import AccessRefused
 from streamfw_rabbit.headers import KEY
 from tests.brokers.rabbit_broker_kit import Raw, new_name, outgoing
 from tests.brokers.rabbit_kit import Rig, TransportName, options
@@ -143,3 +144,29 @@ async def test_headers_that_are_too_large_are_answered_with_by_how_much(connecti
     fits = outgoing(name, headers={"big": b"x" * (FULL - error.headers_over)}, message_id="1" * 36)
     (answer,) = await connection.publish([fits])
     assert not isinstance(answer, TooLarge), "only, nobody takes it"
+
+
+async def test_a_permission_that_is_taken_away_ends_the_app_at_once(rabbit: Rabbit, transport: TransportName) -> None:
+    """Also with a dead letter that cannot be written any more: no drain waits for it."""
+    name, begun, gone = new_name(), asyncio.Event(), asyncio.Event()
+
+    async def handle(message: Message) -> None:
+        begun.set()
+        await gone.wait()
+        raise DeadLetter("no")
+
+    broker = RabbitBroker(rabbit.url, transport=transport)
+    app = App(subscriber(name)(handle), name="shop", brokers={"default": broker}, drain_timeout=600)
+
+    async def serve() -> None:
+        async with asyncio.timeout(60), app.running():
+            await app.publish(name, 1)
+            await begun.wait()
+            await asyncio.to_thread(rabbit.permit, "", "", "")
+            gone.set()
+            await eventually(lambda: "403" in next(iter(app.health().subscribers.values())).detail)
+            await asyncio.to_thread(rabbit.close_connections)
+            await asyncio.sleep(60)
+
+    with pytest.raises(AccessRefused, match="403"):
+        await serve()

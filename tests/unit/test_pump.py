@@ -16,7 +16,7 @@ import pytest
 
 from streamfw import Attempt, Header, Message, State
 from streamfw.broker import Delivery
-from streamfw.errors import Rejected
+from streamfw.errors import BrokerRefused, Rejected, Unavailable
 from streamfw.middleware import Next
 from streamfw.outcome import Ack, Backoff, DeadLetter, Drop, Policy, Retry
 from tests.helpers import eventually
@@ -669,13 +669,20 @@ async def test_the_original_stays_when_its_dead_letter_cannot_be_published() -> 
     assert [m.position for m in source.queue] == [0, 1, 2]
 
 
-async def test_what_the_broker_never_takes_holds_up_neither_a_drain_nor_its_source() -> None:
+def refused() -> Unavailable:
+    error = Unavailable("it was not sent")
+    error.__cause__ = BrokerRefused("your password has changed")
+    return error
+
+
+@pytest.mark.parametrize("error", [Rejected("never like this"), refused(), BrokerRefused("no")], ids=repr)
+async def test_what_the_broker_never_takes_holds_up_neither_a_drain_nor_its_source(error: Exception) -> None:
     async def handle(order: Order) -> None:
         raise DeadLetter("for later")
 
     source = FakeSource(prepared(3), BARE)
     async with pumping(handle, source) as rig:
-        rig.connection.publish_faults.extend(Rejected("never like this") for _ in range(1000))
+        rig.connection.publish_faults.extend([error] * 1000)
         await eventually(lambda: len(rig.pump.troubles) == 3)
         rig.pump.hold()
         assert await rig.pump.quiesce(5.0), "everything is settled that can be"
