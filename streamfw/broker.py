@@ -117,6 +117,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     - `retry`: takes a single message back, to deliver it again later. If not, the runtime keeps it and tries again in
       place; so it does with pauses below `retry_after` seconds, and with messages of a lane, unless those behind may
       pass (`overtaking`).
+    - `longest_pause`: how many seconds a message may wait in the process to be tried again, where the runtime keeps it;
+      a server may take back what is out for longer. None: no limit. `App.build()` refuses a policy that waits for
+      longer, and a `Retry` that asks for more gets this.
     - `delay`: the granularity in seconds of ``publish(delay=)`` and of `Retry`'s pause: never earlier, and about
       this much later; None: no delayed publishing.
     - `release`: takes a single message back without counting an attempt. If not, only `close` gives back.
@@ -142,6 +145,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     retry: bool = False
     retry_after: float = 0.0
     overtaking: bool = False
+    longest_pause: float | None = None
     delay: float | None = None
     release: bool = False
     attempts: Literal["durable", "process"] = "process"
@@ -173,6 +177,10 @@ class PumpControl(Protocol):
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None:
         """Go on. What matches `drop` moved elsewhere: what is queued of it is dropped without being settled, and what
         runs is marked `lost`."""
+
+    def take_back(self, wanted: Callable[[Delivery], bool]) -> Sequence[Delivery]:
+        """Take out what has not begun and matches `wanted`, in order: it is not begun any more, nor settled, and the
+        source may let others have it. What runs stays, and what waits to be tried again."""
 
     def vouch(self, seconds: float, look: Callable[[], None]) -> None:
         """For sources that hold by time: nothing that is out is lost for so many seconds. Before a handler begins later
@@ -287,6 +295,9 @@ class _NoPump:
         return True
 
     def release(self, drop: Callable[[Delivery], bool] | None = None) -> None: ...
+
+    def take_back(self, wanted: Callable[[Delivery], bool]) -> Sequence[Delivery]:
+        return ()
 
     def vouch(self, seconds: float, look: Callable[[], None]) -> None: ...
 

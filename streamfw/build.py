@@ -27,7 +27,7 @@ from .observe.logs import SubscriberLog
 from .observe.metrics import Histogram
 from .observe.tracing import BrokerFacts, Observation, SubscriberFacts
 from .options import codec_mistake, middleware_mistakes, option_mistakes
-from .outcome import Policy
+from .outcome import Policy, Retry
 from .outlet import Outlet, PublishMiddleware
 from .placement import place_of, placement_mistakes
 from .publisher import Publisher
@@ -406,6 +406,28 @@ def _unhonoured(d: Declaration, capabilities: Capabilities) -> list[str]:
         wrong.append(f"ordered_by={d.ordered_by!r}: the broker keeps {has} over a group of processes")
     if d.transactional and not capabilities.transactions:
         wrong.append("transactional=True: the broker has no transactions")
+    waits_here = not capabilities.retry or (d.ordered_by is not None and not capabilities.overtaking)
+    if capabilities.longest_pause is not None and waits_here:
+        wrong += _long_pauses(d, capabilities.longest_pause)
+    return wrong
+
+
+def _long_pauses(d: Declaration, longest: float) -> list[str]:
+    """What of its policy waits in the process for longer than the broker allows."""
+    why = f"retries are waited for in this process here, and what is out for more than {longest:g} s may be taken back"
+    wrong = [
+        f"on_error: Retry(after={rule.after:g}): {why}"
+        for rule in d.on_error.values()
+        if isinstance(rule, Retry) and (rule.after or 0.0) > longest
+    ]
+    pause = d.backoff.longest(d.attempts)
+    if pause > longest:
+        wrong.append(f"backoff: a pause may be {pause:g} s; {why}: a Backoff(max={longest:g}) fits")
+    elif d.attempts is not None and d.backoff.together(d.attempts, longest) > longest:
+        wrong.append(
+            f"attempts={d.attempts}: their pauses are more than {longest:g} s together; {why}, and counted anew: have "
+            "fewer attempts, or shorter pauses"
+        )
     return wrong
 
 

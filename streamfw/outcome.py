@@ -101,12 +101,31 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True):
         if not (0 <= self.first <= self.max < 10**9 and 1 <= self.factor < math.inf):
             raise ValueError(f"{self!r}: 0 <= first <= max < 1e9 seconds and a factor of 1 or more are needed")
 
+    def _whole(self, attempt: int) -> float:
+        try:
+            return min(self.max, self.first * float(self.factor) ** max(attempt - 1, 0))
+        except OverflowError:  # of floats, long after the maximum
+            return self.max
+
+    def longest(self, attempts: int | None) -> float:
+        """The longest pause, in seconds, between so many attempts (None: any number of them)."""
+        if attempts is None:
+            return self.max if self.first > 0 and self.factor > 1 else self.first
+        return self._whole(attempts - 1) if attempts > 1 else 0.0
+
+    def together(self, attempts: int, enough: float) -> float:
+        """The most that the pauses between so many attempts take together, in seconds; above `enough` it counts no
+        further."""
+        total = 0.0
+        for attempt in range(1, attempts):
+            total += self._whole(attempt)
+            if total > enough or not total:
+                break
+        return total
+
     def pause(self, attempt: int) -> float:
         """Seconds to wait after the failed `attempt` (1 is the first delivery)."""
-        try:
-            pause = min(self.max, self.first * float(self.factor) ** max(attempt - 1, 0))
-        except OverflowError:  # of floats, long after the maximum
-            pause = self.max
+        pause = self._whole(attempt)
         return pause * random.uniform(0.5, 1.0) if self.jitter else pause
 
 

@@ -53,7 +53,7 @@ class Pump:
         self._free, self._to_settle, self._retry = Signal(), Signal(), Signal()
         self._done: list[Settlement] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._warned_held = False
+        self._warned_held = self._warned_pause = False
         self._attempts = 0  # to open the source again, without anything fetched in between
         self._reopened = (0, -math.inf)  # how much was fetched when it was opened again, and when that was
         self._retries_here = not plan.capabilities.retry
@@ -363,7 +363,7 @@ class Pump:
             if here or not self.source.can_retry(delivery):
                 if not self._stopping:  # else it is left to the source: behind it in its lane wait others
                     delivery.attempt += 1
-                    self.lanes.wait(delivery, outcome.after or 0.0)
+                    self.lanes.wait(delivery, self._not_too_long(outcome.after or 0.0))
                 return True
         elif isinstance(outcome, DeadLetter):
             counters.dead += 1
@@ -374,6 +374,16 @@ class Pump:
             counters.dropped += 1
         self._settle(delivery, outcome)
         return False
+
+    def _not_too_long(self, pause: float) -> float:
+        longest = self.plan.capabilities.longest_pause
+        if longest is None or pause <= longest:
+            return pause
+        if not self._warned_pause:
+            self._warned_pause = True
+            text = "a retry after %g s comes after %g s: it waits in the process, for as long as the broker lets it"
+            self.log(logging.WARNING, text, pause, longest)
+        return longest
 
     def _keeps_lane(self, delivery: Delivery) -> bool:
         return delivery.lane is not None and not self.plan.capabilities.overtaking
@@ -457,6 +467,21 @@ class Pump:
         gone += self.crew.unhold(drop)
         self.counters.lost += gone
         self._gone(gone)
+
+    def take_back(self, wanted: Callable[[Delivery], bool]) -> Sequence[Delivery]:
+        """Give the source what has not begun; see `streamfw.broker.PumpControl`."""
+        crew = self.crew
+        held = crew.shelf is not None
+        crew.hold()
+        waiting = crew.shelf or []
+        taken = [delivery for delivery in waiting if wanted(delivery)]
+        if taken:
+            crew.shelf = [delivery for delivery in waiting if not wanted(delivery)]
+        if not held:
+            crew.unhold()
+        self.counters.released += len(taken)
+        self._gone(len(taken))
+        return taken
 
     def vouch(self, seconds: float, look: Callable[[], None]) -> None:
         """What is out is ours so long; see `streamfw.broker.PumpControl`."""

@@ -138,4 +138,7 @@ class RecordingPump:
         self._held = False
         self.calls.append("release" if drop is None else "drop")
 
+    def take_back(self, wanted: Callable[[Delivery], bool]) -> Sequence[Delivery]:
+        return ()
+
     def vouch(self, seconds: float, look: Callable[[], None]) -> None: ...

@@ -60,6 +60,9 @@ class RecordingPump:
         self.calls.append("release")
         self.drop = drop
 
+    def take_back(self, wanted: Callable[[Delivery], bool]) -> Sequence[Delivery]:
+        return ()
+
     def vouch(self, seconds: float, look: Callable[[], None]) -> None: ...
 
 

@@ -25,6 +25,7 @@ from streamfw import (
     Message,
     Publisher,
     RawCodec,
+    Retry,
     State,
     UnitConnection,
     subscriber,
@@ -452,6 +453,39 @@ def test_a_broker_that_cannot_is_asked_for_nothing_more() -> None:
     found = mistakes(App(marked(ordered_by="key"), brokers={"default": Fussy("fussy://")}))
     assert len(found) == 2
     assert found[1].endswith("not on a Monday")
+
+
+@pytest.mark.parametrize(
+    ("options", "mistake"),
+    [
+        ({}, "backoff: a pause may be 300 s"),
+        ({"attempts": 1}, None),
+        ({"attempts": 7}, "attempts=7: their pauses are more than 60 s together"),
+        ({"attempts": 6}, None),
+        ({"attempts": 8}, "backoff: a pause may be 64 s"),
+        ({"backoff": Backoff(max=60)}, None),
+        ({"backoff": Backoff(first=0, factor=1)}, None),
+        ({"backoff": Backoff(max=60), "on_error": {ValueError: Retry(after=61)}}, "on_error: Retry(after=61)"),
+        ({"backoff": Backoff(max=60), "on_error": {ValueError: Retry(after=60), OSError: Retry}}, None),
+    ],
+)
+def test_pauses_in_the_process_are_not_longer_than_the_broker_allows(
+    options: dict[str, Any], mistake: str | None
+) -> None:
+    class Impatient(BareBroker):
+        def capabilities_of(self, subscription: Any) -> Capabilities:
+            return Capabilities(ordered_by=frozenset({"key"}), retry=subscription.name != "bare", longest_pause=60.0)
+
+    def app(source: str, **more: Any) -> App:
+        return App(marked(source=source, **options, **more), brokers={"default": Impatient("fussy://")})
+
+    app("orders").build()  # the broker waits, for as long as one likes
+    for waiting in (app("orders", ordered_by="key"), app("bare")):
+        if mistake is None:
+            waiting.build()
+        else:
+            (found,) = mistakes(waiting)
+            assert mistake in found
 
 
 def test_settings_of_a_subscriber(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 import pytest
 
 from streamfw import Attempt, Message
@@ -52,6 +53,45 @@ async def test_a_held_pump_begins_nothing_and_quiesces(workers: int) -> None:
         pump.release()
         await rig.all_ended(110)
     assert sorted(begun) == list(range(110))
+
+
+@one_or_many
+async def test_a_source_takes_back_what_has_not_begun(workers: int) -> None:
+    begun: list[int] = []
+    gate = asyncio.Event()
+
+    async def handle(order: Order) -> None:
+        begun.append(order.id)
+        await gate.wait()
+
+    source = FakeSource(prepared(100))
+    async with pumping(handle, source, workers=workers) as rig:
+        pump = rig.pump
+        await eventually(lambda: len(begun) == workers)
+        await eventually(lambda: not source.queue)
+        some = pump.take_back(lambda delivery: delivery.message_id.endswith("9"))
+        assert [one.message_id for one in some] == [f"m{n}9" for n in ("", *range(1, 10))]
+        assert pump.in_flight == 90
+        rest = pump.take_back(lambda delivery: not delivery.message_id.startswith("m2"))
+        assert not pump.take_back(lambda delivery: delivery in rest)
+        gate.set()
+        await eventually(lambda: pump.in_flight == 0)
+        source.out.clear()  # it is the source's again
+    assert sorted(begun) == sorted({*range(workers), 2, *range(20, 29)}), "what was taken back is not begun"
+
+
+async def test_a_retry_waits_in_the_process_for_as_long_as_the_broker_lets_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def handle(order: Order, attempt: Annotated[int, Attempt]) -> None:
+        if attempt < 3:
+            raise Retry(after=3600)
+
+    source = FakeSource(prepared(2), msgspec.structs.replace(BARE, longest_pause=0.02))
+    async with pumping(handle, source) as rig:
+        await rig.all_ended(2)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "a retry after 3600 s comes after 0.02 s" in warning
 
 
 @one_or_many

@@ -17,6 +17,8 @@ from streamfw.message import Outgoing, new_message_id
 from streamfw.outcome import ACK, Outcome
 
 MIB = 1024 * 1024
+HANDS = 500
+"""How many messages a member may have begun: a broker may send a process no more than its workers can begin."""
 
 
 class ConformanceKit:
@@ -74,7 +76,10 @@ class ConformanceKit:
 
     @asynccontextmanager
     async def member(self, broker: Broker, name: str, group: str = "default", **options: Any) -> AsyncIterator[Member]:
-        """A process of the group: a connection of its own and one source, closed in good order at the end."""
+        """A process of the group: a connection of its own and one source, closed in good order at the end. It takes as
+        many as a test wants without settling them, as `HANDS` workers would."""
+        if not options.get("transactional"):  # there each may need a connection of its own
+            options.setdefault("workers", HANDS)
         subscription = Subscription(name, group, member=f"member-{uuid4().hex[:8]}", **options)
         async with broker.connect() as connection:
             member = Member(connection, await connection.open(subscription), self.patience)

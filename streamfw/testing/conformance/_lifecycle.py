@@ -63,7 +63,7 @@ class LifecycleConformance(ConformanceKit):
 
     async def test_a_connection_closes_the_sources_it_opened(self, broker: Broker, name: str) -> None:
         async with broker.connect() as connection:
-            member = Member(connection, await connection.open(Subscription(name)), self.patience)
+            member = Member(connection, await connection.open(Subscription(name, workers=3)), self.patience)
             sent = await member.send(name, *numbered(3), key="one")
             assert ids(await member.take(3)) == sent
         async with self.member(self.another(broker), name) as successor:
