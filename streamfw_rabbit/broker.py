@@ -55,7 +55,8 @@ class RabbitBroker(Broker):
       one. Classic queues have priorities where they were declared with them (``RabbitQueue(priorities=..)``), quorum
       queues have them from 4.3 on, and take what has none for a 4, which is the middle of 8.
     - `consumer_timeout` (1800.0): after how long the server ends a channel (from 4.3 on: a consumer of a quorum queue)
-      for a message that is not settled, as the server has it; half of it is warned about.
+      for a message that is not settled, as the server has it. What cannot be begun within half of it is given back,
+      what runs for longer is warned about, and no retry is waited for in the process for longer.
 
     Raises `ValueError`, naming the option, for a wrong value.
     """
@@ -123,6 +124,7 @@ class RabbitBroker(Broker):
             retry=retries(subscription, self._settings),
             ordered_by=self.capabilities.ordered_by if ordered else frozenset(),
             priorities=source is not None and source.priorities is not None,
+            longest_pause=self._settings.consumer_timeout / 2,
         )
 
     def place(self, subscription: Subscription) -> Hashable:

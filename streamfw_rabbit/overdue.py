@@ -14,8 +14,10 @@ __all__ = ["LOOKS", "Overdue"]
 
 log = logging.getLogger("streamfw.rabbit")
 
-LOOKS = 8
+LOOKS = 32
 """How many looks are to be taken in the time that the server allows."""
+
+_TOO_LONG = 0.5 - 2 / LOOKS  # of that time: one look later it is not yet half, also of what came just after a look
 
 
 class Overdue:
@@ -42,6 +44,16 @@ class Overdue:
             )
         if last >= oldest and (not arrived or last > arrived[-1][1]):
             arrived.append((now, last))
+
+    def waiting(self, now: float) -> int:
+        """The last tag of those that will have been here for half of the time before long. A handler that begins later
+        than that, and takes more than half of the time itself, as it may, would end too late."""
+        last = 0
+        for when, tag in self._arrived:
+            if now - when < self._limit * _TOO_LONG:
+                break
+            last = tag
+        return last
 
     def forget(self) -> None:
         """Another channel begins."""

@@ -18,6 +18,7 @@ Theory of operation
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 __all__ = ["Frames", "Tags"]
@@ -77,6 +78,15 @@ class Tags:
             done.remove(tag)
             tag += 1
         self._ready = tag - 1
+
+    def give_back(self, tags: Iterable[int], last: int) -> list[int]:
+        """Those of `tags` that are not settled; they count as told from now on, for the caller refuses them one by one.
+        `last`: the last that was delivered. Only when all that is done has been told, as by ``frames(True)``."""
+        self._open.update(range(self._told + 1, last + 1))
+        self._told = self._ready = max(last, self._told)
+        given = [tag for tag in tags if tag in self._open]
+        self._open.difference_update(given)
+        return given
 
     def oldest(self) -> int:
         """The first tag that is not settled. It may not have been delivered yet."""

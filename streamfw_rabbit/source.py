@@ -19,6 +19,7 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -49,6 +50,9 @@ from .topology import Plan, declare, declared, queue_ladder
 
 __all__ = ["RabbitSource"]
 
+log = logging.getLogger("streamfw.rabbit")
+
+_PRECONDITION_FAILED: Final = 406
 _GAP: Final = 0.05  # seconds that a gap may hold back acknowledgements
 _LINGER: Final = 0.25  # seconds after which a quorum queue has surely got what its channel has read
 _ADOPTS: Final = 2.0  # seconds for what is being taken over when the source closes
@@ -76,7 +80,7 @@ class RabbitSource(Source):
             self._again = Again(self._ladder, consuming, publishing, alive=self._is_alive, done=self._put_aside)
         self._overdue = Overdue(plan.where, settings.consumer_timeout)
         self._make = maker_of(subscription.name, subscription.ordered_by, plan.queue, source.key, self._ladder)
-        self._window = Window(plan, subscription)
+        self._window = Window(plan, subscription, settings.consumer_timeout)
         self._channel: Channel | None = None
         self._consumer: Consumer | None = None
         self._epoch = 0  # of the channel; 0: there is none
@@ -86,6 +90,7 @@ class RabbitSource(Source):
         self._tags = Tags()
         self._settled = 0  # of this channel
         self._inbox: list[RawDelivery] = []
+        self._taken_back: list[int] = []  # tags that the pump has not any more, and that are not given back yet
         self._last = 0  # the last tag that was taken from the channel
         self._waiter: asyncio.Future[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
@@ -171,6 +176,7 @@ class RabbitSource(Source):
         if self._channel is not channel:
             return
         gone = self._epoch
+        self._mind_time(closed.code == _PRECONDITION_FAILED and "timed out" in closed.text)
         self._forget_channel()
         self._why, self._suspect = str(closed), self._suspect or may_be_ours(closed)
         pump = self._subscription.pump
@@ -181,6 +187,7 @@ class RabbitSource(Source):
     def _cancelled(self, channel: Channel, tag: str) -> None:
         if self._channel is channel:
             self._live = False
+            self._mind_time()
             self._why = (
                 f"the server ended the consumer of queue {self._plan.queue!r}: it was deleted, or lost its leader, or "
                 "(from 4.3 on) a message was here for longer than the server's consumer_timeout"
@@ -190,6 +197,7 @@ class RabbitSource(Source):
     def _forget_channel(self) -> None:
         self._channel, self._consumer, self._epoch, self._live = None, None, 0, False
         self._inbox.clear()
+        self._taken_back.clear()
         self._overdue.forget()
         self._last = self._settled = 0
         if self._again is not None:
@@ -224,7 +232,7 @@ class RabbitSource(Source):
                 self._last = self._inbox[-1].tag
                 self._window.saw(len(self._inbox[-1].body))
             if self._consumer is not None and not self._stopped:
-                self._consumer.look(not self._inbox, self._last - self._settled, self._last)
+                self._consumer.look(not self._inbox, self._settled)
         inbox, epoch, make = self._inbox, self._epoch, self._make
         taken: list[RabbitDelivery] = []
         count = 0
@@ -291,6 +299,8 @@ class RabbitSource(Source):
             self._told_at = asyncio.get_running_loop().time()
             for tag, multiple in frames:
                 channel.ack(tag, multiple)
+            if consumer.paused:
+                consumer.resume()
         if self._gap_timer is None and tags.gap is not None:
             self._mind(tags.gap)
 
@@ -342,8 +352,63 @@ class RabbitSource(Source):
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         self._watching = loop.call_later(self._settings.consumer_timeout / LOOKS, self._look)
-        if self._channel is not None:
-            self._overdue.look(loop.time(), self._tags.oldest(), self._last_tag())
+        if self._channel is None or self._consumer is None:
+            return
+        self._overdue.look(loop.time(), self._tags.oldest(), self._last_tag())
+        if self._stopped or not self._live or self._consumer.busy or not self._window.changes:
+            return
+        if self._wait_too_long():
+            epoch, consumer = self._epoch, self._consumer
+            consumer.shrink(lambda: self._give_back(epoch))
+
+    def _wait_too_long(self) -> bool:
+        """Whether something has not begun that has been here for almost half of the server's time. If so, it has been
+        taken out of the pump."""
+        late = self._overdue.waiting(asyncio.get_running_loop().time())
+        if late < self._tags.oldest():
+            return False
+        self._take_out(self._epoch, late)
+        return bool(self._taken_back) or bool(self._inbox and self._inbox[0].tag <= late)
+
+    def _take_out(self, epoch: int, last: int) -> None:
+        """Take out of the pump what has not begun, up to a tag."""
+
+        def waits(delivery: Delivery) -> bool:
+            assert isinstance(delivery, RabbitDelivery)
+            return delivery.epoch == epoch and delivery.tag <= last
+
+        self._taken_back += [one.tag for one in self._subscription.pump.take_back(waits)]  # type: ignore[attr-defined]
+
+    def _give_back(self, epoch: int) -> None:
+        """Let others have all that has not begun. No more comes, and nothing is held back."""
+        channel = self._channel
+        if channel is None or epoch != self._epoch:
+            return
+        last = self._last_tag()
+        self._take_out(epoch, last)
+        unread = (*self._inbox, *channel.take())
+        self._inbox.clear()
+        self._last = last
+        self._tell(step_over=True)
+        given = self._tags.give_back((*self._taken_back, *(raw.tag for raw in unread)), last)
+        self._taken_back.clear()
+        self._settled += len(given)
+        for tag in given:
+            channel.nack(tag, requeue=True)
+        log.warning(
+            "%s: %d messages have waited here for so long that RabbitMQ might take them back (consumer_timeout is %.0f "
+            "s); they are given back, and fewer are asked for",
+            self._plan.where,
+            len(given),
+            self._settings.consumer_timeout,
+        )
+
+    def _mind_time(self, told: bool = False) -> None:
+        """The server ended this channel, or its consumer. If that was because its time was over, as it `told` us or as
+        it seems, fewer must be here."""
+        now = asyncio.get_running_loop().time()
+        if told or self._overdue.waiting(now) >= self._tags.oldest():
+            self._window.shrink()
 
     # -- the end
 

@@ -21,9 +21,10 @@ from streamfw_rabbit.source import RabbitSource
 from tests.helpers import eventually
 from tests.services.rabbit import Rabbit
 
-__all__ = ["Raw", "connected", "member", "new_name", "outgoing", "raw", "send", "source_of", "version_of"]
+__all__ = ["HANDS", "Raw", "connected", "member", "new_name", "outgoing", "raw", "send", "source_of", "version_of"]
 
 PATIENCE = 20.0
+HANDS = 500
 
 
 def new_name(what: str = "orders") -> str:
@@ -48,7 +49,8 @@ async def connected(server: Rabbit, **options: Any) -> AsyncIterator[RabbitConne
 
 @asynccontextmanager
 async def member(connection: RabbitConnection, name: str, group: str = "shop", **options: Any) -> AsyncIterator[Member]:
-    """A source of a group on that connection, closed in good order."""
+    """A source of a group on that connection, closed in good order. It has workers for all that a test takes."""
+    options.setdefault("workers", HANDS)
     opened = Member(connection, await connection.open(Subscription(name, group, **options)), PATIENCE)
     try:
         yield opened

@@ -333,7 +333,7 @@ async def test_what_cannot_be_delayed_is_rejected(connection: RabbitConnection, 
 
 async def test_a_group_that_is_withdrawn_leaves_no_retry_queues(connection: RabbitConnection, other: Raw) -> None:
     name = new_name()
-    taker = Member(connection, await connection.open(Subscription(name, "shop")), 20.0)
+    taker = Member(connection, await connection.open(Subscription(name, "shop", workers=2)), 20.0)
     await send(connection, outgoing(name, b"1"), outgoing(name, b"2"))
     first, second = await taker.take(2)
     assert await taker.settle([first], Retry(60.0)) == []
