@@ -32,6 +32,10 @@ class GettingChannel(aiormq.Channel):
         self._all: asyncio.Future[None] | None = None
         self._calls: set[asyncio.Task[Any]] = set()
 
+    async def open(self, timeout: Any = None) -> Any:
+        """See `aiormq.Channel.open`. It runs to its end as well."""
+        return await finished(super().open(timeout), self._calls)
+
     async def rpc(self, frame: Any, timeout: Any = None) -> Any:
         """See `aiormq.Channel.rpc`. It runs to its end, also when the caller is cancelled: the library would close the
         channel in the middle of it, and what then comes for its number may end the whole connection (504)."""

@@ -419,6 +419,29 @@ async def test_what_may_close_a_connection_is_asked_on_one_of_its_own(rabbit: Ra
             assert (await channel.queue_declare("q", passive=True)).queue == "q"
 
 
+async def test_declarations_that_are_cancelled_break_off_no_call(
+    rabbit: Rabbit, transport: TransportName, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library closes the channel in the middle of a call that is broken off, and says so."""
+
+    async def declare(r: Rig) -> None:
+        async with r.epochs.declarations() as channel:
+            await channel.queue_declare("q", durable=True)
+            await channel.queue_bind("q", "amq.topic", "one")
+
+    async with rig(rabbit, transport) as r:
+        for turns in range(40):
+            doing = asyncio.create_task(declare(r))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            doing.cancel()
+            await asyncio.wait({doing})
+        await declare(r)
+        await eventually(lambda: not r.epoch._calls)
+        assert (r.ends, r.epochs.connects) == ([], 1)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("aiormq")] == []
+
+
 async def test_declarations_on_a_connection_that_ends(rabbit: Rabbit, transport: TransportName) -> None:
     """The library ends its calls by a cancellation of its own then, which is none of the caller."""
     async with rig(rabbit, transport) as r:
