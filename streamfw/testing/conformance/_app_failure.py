@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 from streamfw.broker import Broker, Capabilities, Order
+from streamfw.errors import TooLarge
 from streamfw.message import (
     ERROR,
     ERROR_TYPE,
+    LEFT_OUT,
     ORIGIN,
     ORIGIN_ATTEMPT,
     ORIGIN_GROUP,
@@ -69,6 +71,39 @@ class AppFailureConformance(AppKit):
             ORIGIN_GROUP: b"shop",
             ORIGIN_ATTEMPT: b"3",
         }
+
+    async def test_headers_as_large_as_can_be_cost_neither_a_retry_nor_the_dead_letter(
+        self, broker: Broker, name: str
+    ) -> None:
+        """With what they have besides they may be too large to be published again; then a dead letter leaves out some,
+        and says which."""
+        attempts: list[tuple[int, int]] = []
+        letters: list[Message] = []
+
+        @subscriber(name)
+        async def fail(message: Message) -> None:
+            attempts.append((message.attempt, len(message.headers["large"])))
+            raise Retry(after=1.0) if message.attempt == 1 else DeadLetter("broken")
+
+        @subscriber(f"{name}.dead")
+        async def bury(message: Message) -> None:
+            letters.append(message)
+
+        size = 200_000
+        async with self.app(broker, fail, bury).running() as app:
+            while True:
+                try:
+                    await app.publish(name, 1, headers={"tenant": b"acme", "large": bytes(size)})
+                    break
+                except TooLarge as error:
+                    assert error.headers_over > 0
+                    size -= error.headers_over
+            await self.until(lambda: letters, "the dead letter comes")
+            await self.still(letters, 1)
+        assert attempts == [(1, size), (2, size)]
+        headers = letters[0].headers
+        assert (letters[0].body, headers["tenant"], headers[ERROR]) == (b"1", "acme", "broken")
+        assert headers.raw("large") == bytes(size) or headers[LEFT_OUT] == "large"
 
     async def test_a_handler_that_is_cancelled_by_itself_or_by_what_it_waits_for_has_failed(
         self, broker: Broker, name: str, capabilities: Capabilities
