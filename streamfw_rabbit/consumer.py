@@ -24,6 +24,8 @@ Theory of operation
 
     For the same reason it stays where the queue would go elsewhere in between: to the next one in an order, or away,
     with its last consumer. There it is not large, and smaller on the next channel when the server's time was over.
+    Where the bodies turn out too large for it, that next channel comes at once, when nothing is at work: what is out
+    goes back together, in order.
 
     A consumer counts only what came to it. So where the next one is to have less, it has to wait until enough of what
     came before it is settled, and begins with what is left.
@@ -92,12 +94,15 @@ class Window:
         self.changes = source.lasting and not alone
         """Whether a consumer may make way for the next one."""
         self.fixed = source.prefetch is not None or not self.changes
+        self.renews = alone and source.lasting and not source.exclusive_consumer and source.prefetch is None
+        """Whether another channel may be begun for another prefetch."""
         self.most = min(source.prefetch or subscription.prefetch, _MOST)
         at_once = subscription.workers * (subscription.batch or 1)
         self._least = min(self.most, at_once)
         self.size = self.most
         if source.prefetch is None:
             self.size = min(self.most, max(2 if self.changes else _FIXED, 2 * at_once))
+        self._whole = self.size  # for small bodies, where it renews
         self._ahead = min(_AHEAD, timeout / 4)
         self._max_bytes = subscription.max_bytes
         self._average = 0.0
@@ -113,6 +118,16 @@ class Window:
     def fitting(self) -> int:
         """How many fit the bytes; two at least, so that one can be fetched while one is handled."""
         return max(2, int(self._max_bytes / self._average)) if self._average else self.most
+
+    def begin(self) -> None:
+        """Another channel begins."""
+        if self.renews:
+            self.size = min(self._whole, self.fitting)
+
+    @property
+    def excess(self) -> float:
+        """How many times the bytes that may be here would be, if all came that may. 0: fewer cannot be asked for."""
+        return self.size * self._average / self._max_bytes if self.size > self.fitting else 0.0
 
     def wanted(self, empty: bool, settled: int, now: float) -> int:
         """What it should be. `empty`: nothing waits to be taken. `settled`: how many were, on this channel. `now`: in
@@ -144,6 +159,7 @@ class Window:
         pace; where it does not, it has to be content with one step for each channel that ended."""
         self.fixed = self.fixed and not self.changes
         self.size = self._least if self.changes else max(self._least, self.size // 4)
+        self._whole = self.size
         self._pace, self._since = 0.0, 0.0
 
 

@@ -82,7 +82,9 @@ class RabbitQueue(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     - `arguments`: others, by their ``x-`` names.
     - `declare`: ``declare`` makes what is missing, and refuses what is there with other properties
       (`TopologyMismatch`); ``passive`` only looks whether it is there; ``off`` does neither. Default: the broker's.
-    - `prefetch`: messages that are on their way to this process (default: the subscriber's, 1,000).
+    - `prefetch`: messages that are on their way to this process, or in it. Default: a few, and up to the subscriber's
+      (1,000) as quickly as they are settled; 100 where it cannot change (with an order, one consumer at a time, or a
+      queue that goes with its consumer). All of them may be in memory at once, however large they are.
     - `consumer_priority`: consumers with a higher one get messages first. Where one is active at a time it is the one
       with the highest, on quorum queues, and from RabbitMQ 4.0 on.
     - `exclusive_consumer`: nobody else may consume.

@@ -53,6 +53,10 @@ __all__ = ["RabbitSource"]
 log = logging.getLogger("streamfw.rabbit")
 
 _PRECONDITION_FAILED: Final = 406
+_TOO_MUCH: Final = 1.25  # times max_bytes, for which it is worth to begin anew
+_FAR_TOO_MUCH: Final = 3.0  # times max_bytes, for which what runs is given up
+_QUIET: Final = 5.0  # seconds for what runs to end before
+_RENEWS: Final = 60.0  # seconds between two times
 _GAP: Final = 0.05  # seconds that a gap may hold back acknowledgements
 _LINGER: Final = 0.25  # seconds after which a quorum queue has surely got what its channel has read
 _ADOPTS: Final = 2.0  # seconds for what is being taken over when the source closes
@@ -94,7 +98,7 @@ class RabbitSource(Source):
         self._last = 0  # the last tag that was taken from the channel
         self._waiter: asyncio.Future[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
-        self._told_at = float("-inf")
+        self._told_at = self._renewed_at = float("-inf")
         self._adopting: asyncio.Task[None] | None = None
         self._watching: asyncio.TimerHandle | None = None
         self._stopped = self._closed = False
@@ -136,6 +140,7 @@ class RabbitSource(Source):
         if self._plan.exchange is not None and self._plan.declare == "declare":
             self._publishing.learn(self._plan.exchange)
         channel = await epoch.channel(timeout=self._settings.connect_timeout)
+        self._window.begin()
         try:
             with declared(self._plan):
                 await self._consume(channel)
@@ -219,11 +224,30 @@ class RabbitSource(Source):
             if self._stopped:
                 return ()
             if found := self._take(limit, max_bytes):
-                return found
+                if not self._window.renews or self._window.excess < _TOO_MUCH or not await self._renew():
+                    return found
+                continue  # that goes back with the rest
             if not self._live:
                 raise BrokerUnavailable(f"{self._plan.where}: {self._why}")
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+
+    async def _renew(self) -> bool:
+        """Go on with a smaller prefetch, on another channel, if nothing is at work or it is high time."""
+        loop, pump, window = asyncio.get_running_loop(), self._subscription.pump, self._window
+        if loop.time() < self._renewed_at + _RENEWS:
+            return False
+        self._renewed_at = loop.time()
+        epoch = self._epoch
+        pump.hold()
+        quiet = await pump.quiesce(_QUIET)
+        if self._stopped or self._epoch != epoch or not (quiet or window.excess > _FAR_TOO_MUCH):
+            pump.release()
+            return self._epoch != epoch
+        text = "%s: bodies are so large that a prefetch of %d holds %.1f times max_bytes; it begins anew with fewer%s"
+        log.info(text, self._plan.where, window.size, window.excess, "" if quiet else ", and what runs comes again")
+        await self.reopen()
+        return True
 
     def _take(self, limit: int, max_bytes: int) -> list[RabbitDelivery]:
         if not self._inbox and self._channel is not None:

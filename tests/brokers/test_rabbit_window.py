@@ -149,6 +149,40 @@ def test_large_bodies_bound_it() -> None:
     assert grown(w, 1e6, 200.0)[-1] == 1000
 
 
+def test_an_order_begins_anew_with_as_many_as_fit() -> None:
+    w = window(ordered_by="key", max_bytes=1_000_000)
+    w.begin()
+    assert (w.size, w.excess) == (100, 0)
+    w.saw(50_000)
+    assert w.excess == 5
+    w.begin()
+    assert (w.size, w.excess) == (20, 0)
+    for _ in range(100):
+        w.saw(10**9)
+    w.begin()
+    assert (w.size, w.excess) == (2, 0), "fewer than two cannot be"
+    for _ in range(400):
+        w.saw(10)
+    w.begin()
+    assert w.size == 100
+    w.shrink()
+    w.begin()
+    assert w.size == 25, "its time is not a matter of bytes"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"source": RabbitQueue("q", exclusive_consumer=True)},
+        {"source": RabbitQueue("q", prefetch=100), "ordered_by": "key"},
+        {"source": RabbitQueue("q", type="classic", auto_delete=True), "ordered_by": "key"},
+    ],
+)
+def test_where_nothing_is_won_or_something_lost_no_channel_is_begun_anew(options: dict[str, Any]) -> None:
+    assert not window(**options).renews
+
+
 # ---------------------------------------------------------------------- on a server
 
 
@@ -239,6 +273,32 @@ async def test_a_change_meets_the_end(connection: RabbitConnection, other: Raw) 
             await taker.acknowledge(chunk)
         await taker.stop()
         await other.left(f"{name}.shop", 300 - taken)
+
+
+async def test_an_order_of_large_bodies_begins_anew_with_fewer(
+    rabbit: Rabbit, transport: TransportName, other: Raw
+) -> None:
+    name, prefetches = new_name(), list[float]()
+    handled: list[int] = []
+
+    @subscriber(name, group="shop", ordered_by="key", max_bytes=100_000)
+    async def handle(text: str) -> None:
+        handled.append(int(text))
+        prefetches.append(app.pumps[0].source.gauges()["prefetch"])
+
+    app = App(handle, brokers={"default": RabbitBroker(rabbit.url, transport=transport)})
+    async with app.running():
+        for number in range(20):
+            await app.publish(name, f"{number:20}", key="small")
+        await eventually(lambda: len(handled) == 20)
+        assert set(prefetches) == {100}
+        for number in range(20, 220):
+            await app.publish(name, f"{number:10000}", key="large")
+        await eventually(lambda: len(handled) >= 220)
+        assert app.health().ok
+    assert handled == list(range(220)), "each once, in order: what was at work had ended before"
+    assert 2 <= prefetches[-1] <= 80
+    await other.left(f"{name}.shop", 0)
 
 
 # ---------------------------------------------------------------------- the server's time
