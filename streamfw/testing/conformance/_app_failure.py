@@ -96,7 +96,8 @@ class AppFailureConformance(AppKit):
                     await app.publish(name, 1, headers={"tenant": b"acme", "large": bytes(size)})
                     break
                 except TooLarge as error:
-                    assert error.headers_over > 0
+                    if not error.headers_over:
+                        raise
                     size -= error.headers_over
             await self.until(lambda: letters, "the dead letter comes")
             await self.still(letters, 1)
