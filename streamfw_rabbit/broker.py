@@ -11,7 +11,7 @@ import msgspec
 from streamfw.broker import Broker, Capabilities, Connection, Subscription
 
 from .connection import RabbitConnection, may_order, subscription_mistakes
-from .publish import REPLY_TO
+from .names import REPLY_TO
 from .queue import Declare, RabbitQueue
 from .settings import Auth, Settings, TransportOption, parsed
 from .streams import Stream, capabilities_of_stream

@@ -1,8 +1,5 @@
-"""Publishing: where a name leads, what a message becomes, and an answer for each.
-
-A name is an exchange where there is one of that name, and else the queue of that name. RabbitMQ closes the channel of
-whoever publishes to an exchange that does not exist, with all that is under way on it; so each name is looked up
-before it is first published to. The routing key is the message's key, or the name.
+"""Publishing: what a message becomes, and an answer for each. `names` says where it goes; the routing key is the
+message's key, or the name.
 
 Everything is mandatory (no queue takes it: `Unroutable`) and confirmed, but replies to ``amq.rabbitmq.reply-to.*``:
 for these, the server tells a mandatory message that it is unroutable also when it is not (see also `addresses`).
@@ -21,7 +18,6 @@ import msgspec
 from streamfw.errors import (
     Blocked,
     BrokerClosed,
-    BrokerError,
     OutcomeUnknown,
     PublishError,
     Rejected,
@@ -35,32 +31,16 @@ from ._frames import DoesNotFit
 from .addresses import Addresses
 from .channel import NACKED, Answer, Closed, Properties, Receipts, Returned
 from .epochs import Epochs
-from .errors import ChannelGone, NotFound, TopologyMismatch
-from .headers import FROM, properties_of
+from .errors import ChannelGone
+from .headers import properties_of
 from .lane import Lane, NotSent
-from .queue import EXCHANGE_NAME, name_mistake
-from .retry import LONGEST, Ladder
+from .names import REPLY_TO, Names, failure
 from .settings import Settings
-from .topology import delays_of
 
-__all__ = ["REPLY_TO", "Publishing"]
+__all__ = ["Publishing"]
 
-REPLY_TO: Final = "amq.rabbitmq.reply-to"
-_TRUSTED: Final = 10.0  # seconds that a name is taken for a queue's before it is looked up again
-_NAMES: Final = 10_000  # names that are remembered
 _SIZE: Final = re.compile(r"message size (\d+) is larger than configured max size (\d+)")
 _EXCHANGE: Final = re.compile(r"exchange '([^']*)' in vhost")
-
-
-class Route(msgspec.Struct):
-    """Where a name leads. `key`: the routing key (None: the message's own). `until`: by the loop's clock, how long that
-    is believed. `delays`: the way there for what is to come later."""
-
-    exchange: str
-    key: str | None = None
-    until: float = float("inf")
-    mandatory: bool = True
-    delays: Ladder | None = None
 
 
 class Call(msgspec.Struct):
@@ -77,11 +57,11 @@ class Publishing:
     not hang while the server blocks publishers."""
 
     def __init__(self, epochs: Epochs, asking: Epochs, settings: Settings) -> None:
-        self._epochs, self._asking, self._settings = epochs, asking, settings
+        self._epochs, self._settings = epochs, settings
         self._lane = Lane(epochs, settings, ended=self._note_end)
         self._priorities = settings.priorities
-        self._routes: dict[str, Route] = {}
-        self._finding: dict[str, asyncio.Task[Route | PublishError]] = {}
+        self._names = Names(asking, settings)
+        self._routes = self._names.known
         self._inboxes: dict[str, Lane] = {}
         self._addresses = Addresses(settings)
         self.calls = 0
@@ -105,7 +85,7 @@ class Publishing:
 
     def learn(self, exchange: str) -> None:
         """That exchange is there: we have just declared it."""
-        self._routes[exchange] = Route(exchange)
+        self._names.learn(exchange)
 
     # Publishing
 
@@ -186,17 +166,17 @@ class Publishing:
         body = message.body
         if len(body) > self._settings.max_body and not message.stored:
             text = f"its body of {len(body)} bytes is larger than max_body={self._settings.max_body}"
-            raise _error(TooLarge, message, text)
+            raise failure(TooLarge, message, text)
         try:
             properties = properties_of(message, call.stamp, self._priority(message))
             route = self._routes.get(message.name)
             if route is None or route.until < call.began:
-                route = await self._found(message, call.deadline)
+                route = await self._names.find(message, call.deadline)
             exchange, key = route.exchange, route.key
             if key is None:
                 key = _routing_key(message)
             if message.delay > 0:
-                exchange, key = await self._delayed(message, route, key, properties)
+                exchange, key = await self._names.delayed(message, route, key, properties)
             if not route.mandatory and not self._addresses.knows(key):
                 await self._reply(call, place, message, properties)
                 return
@@ -221,7 +201,7 @@ class Publishing:
         except (ValueError, TypeError) as error:
             raise _unfit(message, error) from error
         except NotSent as error:
-            raise _error(error.kind, message, str(error)) from error.__cause__
+            raise failure(error.kind, message, str(error)) from error.__cause__
         except ChannelGone as error:
             raise _caused(Unavailable, message, error) from error
 
@@ -244,7 +224,7 @@ class Publishing:
             await self._lane.send(exchange, key, properties, message.body, receipts, 0, until=call.deadline)
             (answer,) = await receipts.wait()
         except NotSent as error:
-            return _error(error.kind, message, str(error))
+            return failure(error.kind, message, str(error))
         except (ValueError, TypeError) as error:
             return _unfit(message, error)
         finally:
@@ -260,23 +240,23 @@ class Publishing:
             route = self._routes.get(message.name)
             if route is not None and not route.exchange:
                 del self._routes[message.name]  # the exchange may be made any time
-            return _error(Unroutable, message, f"no queue takes it, and nothing is kept for later ({answer.text})")
+            return failure(Unroutable, message, f"no queue takes it, and nothing is kept for later ({answer.text})")
         if answer is NACKED:
             text = "the server did not take it: a queue is full, or has no leader (other queues may have it)"
-            return _error(Blocked, message, text)
+            return failure(Blocked, message, text)
         if isinstance(answer, Closed):
             return self._closed_error(message, answer)
-        return _error(OutcomeUnknown, message, "no answer came")
+        return failure(OutcomeUnknown, message, "no answer came")
 
     def _closed_error(self, message: Outgoing, closed: Closed) -> PublishError:
         """Some of what ends a channel tells which message it was, and that it was not taken."""
         found = _SIZE.search(closed.text)
         if closed.code == 406 and found is not None and len(message.body) > int(found[2]):
-            return _error(TooLarge, message, f"its body of {len(message.body)} bytes: {closed}")
+            return failure(TooLarge, message, f"its body of {len(message.body)} bytes: {closed}")
         exchange = _EXCHANGE.search(closed.text)
         if closed.code == 403 and exchange is not None and exchange[1] == message.name:
-            return _error(Rejected, message, str(closed))
-        return _error(OutcomeUnknown, message, f"it may be stored: {closed}")
+            return failure(Rejected, message, str(closed))
+        return failure(OutcomeUnknown, message, f"it may be stored: {closed}")
 
     def _note_end(self, closed: Closed) -> None:
         exchange = _EXCHANGE.search(closed.text)
@@ -288,76 +268,6 @@ class Publishing:
         self._lane.wake()
         for lane in self._inboxes.values():
             lane.wake()
-
-    # Routes
-
-    async def _found(self, message: Outgoing, deadline: float) -> Route:
-        """The route of a name that we do not know. Calls that wait for the same one wait together."""
-        name = message.name
-        if name.startswith(f"{REPLY_TO}."):
-            return Route("", name, mandatory=False)
-        if (mistake := name_mistake(name, EXCHANGE_NAME)) is not None:
-            raise _error(Rejected, message, mistake)
-        task = self._finding.get(name)
-        if task is None:
-            task = self._finding[name] = asyncio.create_task(self._find(name, deadline), name=f"streamfw rabbit {name}")
-            task.add_done_callback(lambda _: self._finding.pop(name))
-        await asyncio.wait({task})
-        found = task.result()
-        if isinstance(found, PublishError):
-            raise _error(type(found), message, str(found)) from found.__cause__
-        return found
-
-    async def _find(self, name: str, deadline: float) -> Route | PublishError:
-        loop = self._loop
-        while True:
-            try:
-                await self._asking.connected(max(0.0, deadline - loop.time()))
-                async with self._asking.declarations(f"looking for exchange {name!r}") as channel:
-                    await channel.exchange_declare(name, passive=True)
-                route = Route(name)
-            except NotFound:
-                route = Route("", name, until=loop.time() + _TRUSTED)
-            except BrokerClosed:
-                raise
-            except BrokerError as error:
-                if not error.transient or loop.time() >= deadline:
-                    refused = Unavailable(str(error))
-                    refused.__cause__ = error
-                    return refused
-                await asyncio.sleep(0.05)
-                continue
-            if len(self._routes) >= _NAMES:
-                del self._routes[next(iter(self._routes))]
-            self._routes[name] = route
-            return route
-
-    async def _delayed(self, message: Outgoing, route: Route, key: str, properties: Properties) -> tuple[str, str]:
-        """Exchange and routing key by which it comes to its own exchange and key later."""
-        if self._settings.declare != "declare":
-            raise _error(
-                Rejected, message, f"delay={message.delay}: it needs queues, and declare= forbids to make them"
-            )
-        if message.delay > LONGEST:
-            raise _error(Rejected, message, f"delay={message.delay}: {LONGEST} seconds is the most")
-        if route.delays is None:
-            route.delays = delays_of(route.exchange, message.name)
-        try:
-            way = await route.delays.way(self._asking, message.delay)
-        except NotFound as error:
-            raise _error(Unroutable, message, f"delay={message.delay}: there is no queue {message.name!r}") from error
-        except TopologyMismatch as error:
-            text = (
-                f"delay={message.delay}: {message.name!r} is an exchange that routes by keys, which the pause takes "
-                "the place of; publish it to the name of a queue, or without delay="
-            )
-            raise _error(Rejected, message, text if error.argument == "type" else str(error)) from error
-        except BrokerError as error:
-            kind = Unavailable if error.transient else Rejected
-            raise _error(kind, message, f"delay={message.delay}: {error}") from error
-        table = properties.raw_headers
-        properties.raw_headers = {**(table if isinstance(table, dict) else {}), FROM: [route.exchange, key]}
-        return way
 
     # The end
 
@@ -399,10 +309,6 @@ def _routing_key(message: Outgoing) -> str:
     return key
 
 
-def _error(kind: type[PublishError], message: Outgoing, text: str) -> PublishError:
-    return kind(text, name=message.name, message_id=message.message_id)
-
-
 def _unfit(message: Outgoing, cause: Exception) -> PublishError:
     """The error of what AMQP cannot carry."""
     if not isinstance(cause, DoesNotFit):
@@ -414,6 +320,6 @@ def _unfit(message: Outgoing, cause: Exception) -> PublishError:
 
 
 def _caused(kind: type[PublishError], message: Outgoing, cause: Exception) -> PublishError:
-    error = _error(kind, message, str(cause))
+    error = failure(kind, message, str(cause))
     error.__cause__ = cause
     return error

@@ -19,7 +19,8 @@ from .channel import Channel, Closed
 from .delivery import maker_of
 from .epochs import Epochs
 from .lane import Lane
-from .publish import REPLY_TO, Publishing
+from .names import REPLY_TO
+from .publish import Publishing
 from .settings import Settings
 
 __all__ = ["ReplySource"]
