@@ -291,7 +291,8 @@ async def test_no_commit_beside_a_transaction_undoes_it(kafka: Kafka, monkeypatc
         source: Any = app.pumps[0].source
         await reached.wait()
         (part,) = source.group.parts.values()
-        assert (part.committed, part.mark.position, part.bound) == (1, 2, True)
+        assert (part.mark.position, part.bound) == (2, True)
+        assert part.committed in (1, 2), "behind the first, or its marker where the committer came by in between"
         looks = source.watch.clock + 1.5  # two of them, and many ticks of the committer
         await eventually(lambda: source.watch.clock > looks)
         assert beside == []
