@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import Any
+from weakref import WeakSet
 
 import aiormq
 
@@ -22,6 +23,7 @@ class QuietConnection(aiormq.Connection):
     """A connection of ours."""
 
     async def _Connection__reader(self, frame_receiver: Any) -> None:
+        _filter.readers.add(asyncio.current_task())
         await super()._Connection__reader(FrameReader(frame_receiver.reader))  # type: ignore[misc]
 
     def _on_reader_done(self, task: asyncio.Task[Any]) -> None:
@@ -41,9 +43,17 @@ class _Filter(logging.Filter):
         "Consumer %r cancelled by the broker on %r",
     )
 
+    LATE = "Got frame for closed channel %d: %r"  # what was under way to a channel that we have just closed
+
     ours = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: WeakSet[asyncio.Task[Any] | None] = WeakSet()
+
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.msg == self.LATE:
+            return asyncio.current_task() not in self.readers
         if self.ours:
             return record.levelno < logging.WARNING
         return record.msg not in self.TOLD or not any(map(_is_ours, record.args or ()))
