@@ -3,8 +3,8 @@
 
 BROKER ?= postgres+embedded://.cache/demo
 PY := .venv/bin/python
-# Two workers suit two cores; servers are shared between them.
-WORKERS ?= 2
+# Three workers suit two cores: much of their time they wait. Servers are shared between them.
+WORKERS ?= 3
 
 .PHONY: demo test soak lint bench docs clean
 
