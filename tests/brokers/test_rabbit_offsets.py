@@ -462,6 +462,7 @@ async def test_somebody_else_who_stores_under_this_name_shows(rabbit: Rabbit, mo
 
         async def and_another(stream: str, reference: str, offset: int) -> None:
             await store(stream, reference, offset)
+            await bookmark._client.query_offset(stream, reference)  # type: ignore[attr-defined] # ours has arrived
             await other.store_offset(stream, reference, 1000)
             await other.query_offset(stream, reference)
 
