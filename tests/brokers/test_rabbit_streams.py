@@ -275,7 +275,10 @@ async def test_an_app_that_is_cut_again_and_again_handles_each_once(rabbit: Rabb
             for part in range(4):
                 await publish(on, 100, place * 400 + part * 100)
             await eventually(lambda: len(seen) > place * 300)  # noqa: B023 - awaited at once
+            connects = on.connection.publisher.connects
             await on.cut()
+            # What goes out on the old connection meanwhile would end unknown.
+            await eventually(lambda: on.connection.publisher.connects > connects)  # noqa: B023 - awaited at once
         await eventually(lambda: len(seen) >= 2000, 20)
         assert sorted(seen) == list(range(2000))
         await eventually(lambda: app.health().ok)
