@@ -66,6 +66,7 @@ class Taken:
         self.body = bytes(message.body)
         try:
             self.properties = properties_of(message.header)
+            _ = self.properties.headers  # the table is decoded when it is asked for: here, and not by each who reads it
         except ValueError as error:  # the sender's mistake: the message is there all the same
             self.properties = Properties(raw_headers=dict(malformed(error).pairs))
 
@@ -256,7 +257,7 @@ class RabbitDeadLetters(DeadLetters):
     def _message(self, one: Taken) -> Message:
         properties = one.properties
         headers = visible_headers(properties)
-        if more := [pair for pair in _told(properties) if pair[0] not in headers]:
+        if more := [pair for pair in told_by_server(properties.headers) if pair[0] not in headers]:
             headers = Headers.of((*headers.pairs, *more))
         return Message(
             name=self._name,
@@ -315,22 +316,12 @@ class RabbitDeadLetters(DeadLetters):
         return False
 
 
-def _told(properties: Properties) -> list[tuple[str, bytes]]:
-    try:
-        return told_by_server(properties.headers)
-    except ValueError:
-        return []  # what cannot be read tells nothing
-
-
 def _origins(one: Taken) -> list[str]:
     """The queues that it may come from: of a group, or of a `RabbitQueue`; or where the server itself put it aside."""
     headers = visible_headers(one.properties)
     origin, group = headers.get(ORIGIN), headers.get(ORIGIN_GROUP)
     found = [group_queue(origin, group), origin] if origin and group else []
-    try:
-        put_aside = put_aside_by(one.properties.headers)
-    except ValueError:
-        put_aside = None
+    put_aside = put_aside_by(one.properties.headers)
     return found if put_aside is None else [*found, put_aside[0]]
 
 

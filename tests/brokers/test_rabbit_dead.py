@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -39,8 +41,9 @@ async def test_a_stream_has_no_dead_letters_to_take(connection: RabbitConnection
     assert (connection.consuming.connects, connection.publisher.connects) == (1, 1)
 
 
+@pytest.mark.parametrize("part", ["message properties", "header table"])
 async def test_a_letter_that_cannot_be_read_stops_nobody(
-    connection: RabbitConnection, rabbit: Rabbit, other: Raw
+    connection: RabbitConnection, rabbit: Rabbit, other: Raw, part: str
 ) -> None:
     """Its properties are no UTF-8: the library ends its connection over that, and all that goes over it."""
     name = new_name()
@@ -50,7 +53,10 @@ async def test_a_letter_that_cannot_be_read_stops_nobody(
     async with rig(rabbit, "fast") as r:
         writer, receipts = await r.channel(confirms=True), Receipts(3)
         for place, message_id in enumerate(("one", "bad-id", "three")):
-            writer.publish("", dead, Properties(message_id=message_id), b"%d" % place, receipts, place)
+            properties = Properties(message_id=message_id)
+            if part == "header table" and message_id == "bad-id":
+                properties = Properties(raw_headers={message_id: 1})
+            writer.publish("", dead, properties, b"%d" % place, receipts, place)
         frames = b"".join(r.epoch._out)  # type: ignore[attr-defined]
         r.epoch._out[:] = [frames.replace(b"bad-id", b"b\xff\xff-id")]  # type: ignore[attr-defined]
         assert await receipts.wait() == [None] * 3
@@ -58,12 +64,12 @@ async def test_a_letter_that_cannot_be_read_stops_nobody(
     letters = await connection.dead_letters(dead)
     shown = await letters.list()
     assert [(one.message_id, one.body) for one in shown] == [("one", b"0"), ("", b"1"), ("three", b"2")]
-    assert "malformed message properties" in shown[1].headers["malformed-properties"]
+    assert f"malformed {part}" in shown[1].headers["malformed-properties"]
     assert await letters.purge(["one"]) == 1
     async with member(connection, dead, "undertaker") as taker:
         taken = await taker.take(2)
         assert [delivery.body for delivery in taken] == [b"1", b"2"]
-        assert "malformed message properties" in taken[0].headers["malformed-properties"]
+        assert f"malformed {part}" in taken[0].headers["malformed-properties"]
         await taker.acknowledge(taken)
     assert connection.consuming.connects == 1
 
@@ -87,13 +93,20 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---------------------------------------------------------------------- kept, and adopted
 
 
-async def test_dead_letters_are_kept_until_a_group_subscribes(connection: RabbitConnection, other: Raw) -> None:
+@asynccontextmanager
+async def kept(connection: RabbitConnection, other: Raw, count: int, **options: Any) -> AsyncIterator[str]:
+    """A name whose dead letters nobody has subscribed to, with so many of them, numbered."""
     name = new_name()
     dead = f"{name}.dead"
     async with member(connection, name, dead_letter=dead):
-        messages = [outgoing(dead, b"%d" % n, key="k", headers={"tenant": "a"}) for n in range(250)]
-        assert await send(connection, *messages) == [None] * 250
-        await other.left(dead, 250)
+        messages = [outgoing(dead, b"%d" % n, **options) for n in range(count)]
+        assert await send(connection, *messages) == [None] * count
+        await other.left(dead, count)
+        yield dead
+
+
+async def test_dead_letters_are_kept_until_a_group_subscribes(connection: RabbitConnection, other: Raw) -> None:
+    async with kept(connection, other, 250, key="k", headers={"tenant": "a"}) as dead:
         async with member(connection, dead, "first") as first:
             taken = await first.take(250)
             assert [delivery.body for delivery in taken] == [b"%d" % n for n in range(250)]
@@ -111,11 +124,7 @@ async def test_dead_letters_are_kept_until_a_group_subscribes(connection: Rabbit
 async def test_taking_over_does_not_take_a_round_trip_a_letter(
     connection: RabbitConnection, other: Raw, written: list[str]
 ) -> None:
-    name = new_name()
-    dead = f"{name}.dead"
-    async with member(connection, name, dead_letter=dead):
-        assert await send(connection, *(outgoing(dead, b"%d" % n) for n in range(100))) == [None] * 100
-        await other.left(dead, 100)
+    async with kept(connection, other, 100) as dead:
         async with member(connection, dead, "first") as first:
             await first.acknowledge(await first.take(100))
             await other.left(dead, 0)
@@ -128,11 +137,7 @@ async def test_taking_over_does_not_take_a_round_trip_a_letter(
 async def test_who_leaves_while_it_takes_over_leaves_each_letter_once_and_in_order(
     connection: RabbitConnection, other: Raw, written: list[str]
 ) -> None:
-    name = new_name()
-    dead = f"{name}.dead"
-    async with member(connection, name, dead_letter=dead):
-        assert await send(connection, *(outgoing(dead, b"%d" % n) for n in range(250))) == [None] * 250
-        await other.left(dead, 250)
+    async with kept(connection, other, 250) as dead:
         async with member(connection, dead, "first"):
             await eventually(lambda: "get" in written)
         async with member(connection, dead, "first") as first:
