@@ -184,9 +184,7 @@ class RabbitSource(Source):
         self._mind_time(closed.code == _PRECONDITION_FAILED and "timed out" in closed.text)
         self._forget_channel()
         self._why, self._suspect = str(closed), self._suspect or may_be_ours(closed)
-        pump = self._subscription.pump
-        pump.hold()
-        pump.release(drop=lambda delivery: delivery.epoch == gone)  # type: ignore[attr-defined]
+        self._drop(gone)
         self._wake()
 
     def _cancelled(self, channel: Channel, tag: str) -> None:
@@ -210,6 +208,11 @@ class RabbitSource(Source):
         if self._gap_timer is not None:
             self._gap_timer.cancel()
             self._gap_timer = None
+
+    def _drop(self, gone: int) -> None:
+        """Let the pump go on without what was out on a channel that is gone."""
+        self._subscription.pump.hold()  # or it would look at nothing
+        self._subscription.pump.release(drop=lambda delivery: delivery.epoch == gone)  # type: ignore[attr-defined]
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -501,8 +504,7 @@ class RabbitSource(Source):
         self._tell(step_over=True)
         gone = self._epoch
         self._forget_channel()
-        self._subscription.pump.hold()
-        self._subscription.pump.release(drop=lambda delivery: delivery.epoch == gone)  # type: ignore[attr-defined]
+        self._drop(gone)
         await channel.close()
 
     def _require_open(self) -> None:

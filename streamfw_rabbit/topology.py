@@ -128,8 +128,13 @@ def plain_mistakes(subscription: Subscription) -> list[str]:
 def retries(subscription: Subscription, settings: Settings) -> bool:
     """Whether pauses of this subscription, which may be mistaken, can be waited for on the server."""
     queue, source = _queue_of(subscription)
-    short = len(queue) + _LADDER <= EXCHANGE_NAME
-    return (source.declare or settings.declare) == "declare" and source.retry and source.lasting and short
+    declares = (source.declare or settings.declare) == "declare"
+    return declares and source.retry and source.lasting and _can_have_ladders(queue)
+
+
+def _can_have_ladders(queue: str) -> bool:
+    """Whether exchanges can be called as those of its ladders are."""
+    return len(queue) + _LADDER <= EXCHANGE_NAME
 
 
 # Ladders
@@ -211,22 +216,26 @@ async def _declare_all(epochs: Epochs, plan: Plan, server: Version) -> None:
         await _declare_name(epochs, plan.exchange, plan.where)
     for binding in plan.bindings:
         await _declare_exchange(epochs, binding.exchange, plan, server)
+    if plan.exchange is not None or plan.bindings:
+        await _bind(epochs, plan)
+    for ladder in _ladders_to(plan):
+        await ladder.bind_again(epochs)
+
+
+async def _bind(epochs: Epochs, plan: Plan) -> None:
     async with epochs.declarations(f"{plan.where}: binding queue {plan.queue!r}") as channel:
         if plan.exchange is not None:
             await channel.queue_bind(plan.queue, plan.exchange)
         for binding in plan.bindings:
             name = binding.exchange.name
             await channel.queue_bind(plan.queue, name, binding.key, arguments=dict(binding.arguments))
-    if source.lasting:
-        for ladder in _ladders_to(plan):
-            await ladder.bind_again(epochs)
 
 
 def _ladders_to(plan: Plan) -> Sequence[Ladder]:
     """Those that lead to its queue by a binding, if they are there. (What is delayed comes to a plain name's
     exchange.)"""
-    if len(plan.queue) + _LADDER > EXCHANGE_NAME:
-        return ()  # no exchange can be called so
+    if not plan.source.lasting or not _can_have_ladders(plan.queue):
+        return ()
     retried = [queue_ladder(plan.queue)] if plan.source.retry else []
     return retried if plan.exchange is not None else [*retried, delays_of("", plan.queue)]
 
@@ -252,8 +261,7 @@ def _may_be_denied(plan: Plan) -> bool:
 
 async def _look(epochs: Epochs, plan: Plan, server: Version) -> None:
     """Whether all of it is there. How it is, and what is bound to what, AMQP does not tell."""
-    async with epochs.declarations(f"{plan.where}: looking for queue {plan.queue!r}") as channel:
-        await channel.queue_declare(plan.queue, passive=True)
+    await _look_for_queue(epochs, plan.queue, f"{plan.where}: looking for queue {plan.queue!r}")
     if plan.exchange is not None:
         await _look_for_exchange(epochs, plan.exchange, plan.where)
     for binding in plan.bindings:
@@ -267,11 +275,15 @@ async def is_missing(epochs: Epochs, plan: Plan) -> bool:
     if plan.declare != "declare":
         return False
     try:
-        async with epochs.declarations(f"{plan.where}: looking for queue {plan.queue!r}") as channel:
-            await channel.queue_declare(plan.queue, passive=True)
+        await _look_for_queue(epochs, plan.queue, f"{plan.where}: looking for queue {plan.queue!r}")
     except NotFound:
         return True
     return False
+
+
+async def _look_for_queue(epochs: Epochs, name: str, doing: str) -> None:
+    async with epochs.declarations(doing) as channel:
+        await channel.queue_declare(name, passive=True)
 
 
 async def _look_for_exchange(epochs: Epochs, name: str, where: str) -> None:
@@ -284,9 +296,7 @@ async def _look_for_name(epochs: Epochs, name: str, where: str) -> None:
     try:
         await _look_for_exchange(epochs, name, where)
     except NotFound:
-        doing = f"{where}: looking for {name!r}, which is no exchange, nor a queue"
-        async with epochs.declarations(doing) as channel:
-            await channel.queue_declare(name, passive=True)
+        await _look_for_queue(epochs, name, f"{where}: looking for {name!r}, which is no exchange, nor a queue")
 
 
 async def is_kept(epochs: Epochs, name: str) -> bool:
