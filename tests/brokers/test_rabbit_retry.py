@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given
@@ -94,16 +95,27 @@ async def test_a_copy_is_stored_before_the_original_ends(rabbit: Rabbit, connect
 
 async def test_a_ladder_that_somebody_deletes_is_made_again(connection: RabbitConnection, other: Raw) -> None:
     name = new_name()
+
+    async def delete() -> None:
+        channel = await other.channel()
+        await channel.queue_delete(f"{name}.shop.retry.1000")
+        await channel.exchange_delete(f"{name}.shop.retry.1000")
+
+    await tried_twice(connection, name, 1.0, between=delete)
+
+
+async def tried_twice(
+    connection: RabbitConnection, name: str, pause: float, between: Callable[[], Awaitable[None]]
+) -> None:
+    """A message that comes again twice, each time after a pause; `between` runs before the second."""
     async with member(connection, name) as taker:
         await send(connection, outgoing(name, b"x"))
         for attempt in (1, 2):
             taken = await taker.take(1)
             assert taken[0].attempt == attempt
             if attempt == 2:
-                channel = await other.channel()
-                await channel.queue_delete(f"{name}.shop.retry.1000")
-                await channel.exchange_delete(f"{name}.shop.retry.1000")
-            assert await taker.settle(taken, Retry(1.0)) == []
+                await between()
+            assert await taker.settle(taken, Retry(pause)) == []
         taken = await taker.take(1)
         assert taken[0].attempt == 3
         await taker.acknowledge(taken)
@@ -116,21 +128,15 @@ async def test_a_part_of_the_ladder_that_is_deleted_is_made_again_before_it_is_u
     """A publish to the top is confirmed whatever is below."""
     monkeypatch.setattr(retry, "_TRUSTED", 0.0)
     name = new_name()
-    async with member(connection, name) as taker:
-        await send(connection, outgoing(name, b"x"))
-        for attempt in (1, 2):
-            taken = await taker.take(1)
-            assert taken[0].attempt == attempt
-            if attempt == 2:
-                channel = await other.channel()
-                if gone == "queue":
-                    await channel.queue_delete(f"{name}.shop.retry.1000")
-                else:
-                    await channel.exchange_delete(f"{name}.shop.retry" + (".1000" if gone == "exchange" else ""))
-            assert await taker.settle(taken, Retry(3.0)) == []
-        (last,) = await taker.take(1)
-        assert last.attempt == 3
-        await taker.acknowledge([last])
+
+    async def delete() -> None:
+        channel = await other.channel()
+        if gone == "queue":
+            await channel.queue_delete(f"{name}.shop.retry.1000")
+        else:
+            await channel.exchange_delete(f"{name}.shop.retry" + (".1000" if gone == "exchange" else ""))
+
+    await tried_twice(connection, name, 3.0, between=delete)
 
 
 async def test_what_waits_comes_to_a_queue_that_was_deleted_and_made_again(
