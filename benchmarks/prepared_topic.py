@@ -66,7 +66,9 @@ class PreparedConsumer(GroupConsumer):
     ) -> None:
         self.commits += 1
 
-    async def committed_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    async def committed_offsets(
+        self, partitions: Iterable[TopicPartition], *, stable: bool = False
+    ) -> dict[TopicPartition, int]:
         return dict.fromkeys(partitions, 0)
 
     def seek(self, tp: TopicPartition, offset: int) -> None: ...

@@ -99,9 +99,10 @@ class Part:
             known += f" due={-(-self.due[0] // 1000)}"
         return known if done or self.blocking == UNKNOWN else f"{known} since={int(self.since)}"
 
-    def is_still_ours(self, committed: int) -> bool:
-        """Whether a partition that came back is as we left it: nobody else has committed meanwhile."""
-        return self.live and self.committed <= committed <= self.sent
+    def is_still_ours(self, committed: int, left: int) -> bool:
+        """Whether a partition that came back is as we left it: nobody else has committed meanwhile. `left`: what
+        `committed` was when the group was asked, for a transaction may have committed more since."""
+        return self.live and left <= committed <= self.sent
 
     def __repr__(self) -> str:
         return f"Part({self.tp.topic}-{self.tp.partition}, epoch {self.epoch}, from {self.start})"

@@ -18,9 +18,11 @@ import aiokafka
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.consumer.fetcher import FetchResult
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, NotCoordinatorForGroupError
 from aiokafka.protocol.group import LeaveGroupRequest
 from aiokafka.structs import OffsetAndMetadata
+
+from .stable import AGAIN, StableOffsetFetchRequest, stable_offsets_in
 
 __all__ = ["NOTHING", "NO_GENERATION", "GroupConsumer", "fresh_assignor"]
 
@@ -194,10 +196,35 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
         async with asyncio.timeout(seconds):
             await self._coordinator._do_commit_offsets(None, request)
 
-    async def committed_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """What the group has committed, in one request (the public ``committed`` makes one a partition)."""
+    async def committed_offsets(
+        self, partitions: Iterable[TopicPartition], *, stable: bool = False
+    ) -> dict[TopicPartition, int]:
+        """What the group has committed, in one request (the public ``committed`` makes one a partition). `stable`: by
+        transactions as well, also by one whose commit was only just accepted."""
+        if stable:
+            return await self._stable_offsets(partitions)
         found = await self._coordinator.fetch_committed_offsets(list(partitions))
         return {tp: meta.offset for tp, meta in found.items()}
+
+    async def _stable_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """See `stable`. There is no public request of that version, and none that is sent to the group's coordinator.
+        Waits for the ends of transactions, as long as those take; raises a `KafkaError`, or `NotImplementedError` on a
+        server before 2.5."""
+        coordinator = self._coordinator
+        request = StableOffsetFetchRequest(coordinator.group_id, partitions)
+        while True:
+            await coordinator.ensure_coordinator_known()
+            try:
+                found = stable_offsets_in(await coordinator._send_req(request))
+            except NotCoordinatorForGroupError:
+                coordinator.coordinator_dead()
+            except KafkaError as error:
+                if not error.retriable:
+                    raise
+            else:
+                if found is not None:
+                    return found
+            await asyncio.sleep(AGAIN)
 
     # -- the log
 

@@ -181,15 +181,17 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
         consumer = self.consumer
         if self._fence is not None:
             await self._fence(assigned)
-        committed = await consumer.committed_offsets(assigned) if assigned else {}
+        stable = self._fence is not None
+        left = {tp: part.committed for tp, part in self.parts.items()}
+        committed = await consumer.committed_offsets(assigned, stable=stable) if assigned else {}
         unknown = [tp for tp in assigned if tp not in committed and not self._keeps(tp, UNKNOWN)]
         first = await self._first(unknown) if unknown else {}
         before, self.parts = self.parts, {}
         for tp in sorted(assigned):
             offset = committed.get(tp, UNKNOWN)
             part = before.get(tp)
-            if part is not None and part.is_still_ours(offset):
-                part.committed = offset
+            if part is not None and part.is_still_ours(offset, left[tp]):
+                part.committed = max(part.committed, offset)
                 self.kept += 1
                 before.pop(tp)
             else:
@@ -219,7 +221,7 @@ class Membership(ConsumerRebalanceListener):  # type: ignore[misc, unused-ignore
 
     def _keeps(self, tp: TopicPartition, committed: int) -> bool:
         part = self.parts.get(tp)
-        return part is not None and part.is_still_ours(committed)
+        return part is not None and part.is_still_ours(committed, part.committed)
 
     def _new_part(self, tp: TopicPartition, start: int, committed: int) -> Part:
         self._epochs += 1

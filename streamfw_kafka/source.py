@@ -29,6 +29,7 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 
 from streamfw.broker import Delivery, Health, Position, Settlement, Source
+from streamfw.ending import ended
 from streamfw.errors import (
     BrokerClosed,
     BrokerError,
@@ -401,15 +402,13 @@ class KafkaSource(Source):
         group.closed = True
         group.gate = False
         group.opened.set()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await ended(self._tasks)
         group.drop_all()
         self._over.clear()
         self._waiting.clear()
-        transactions = self._opening.transactions
-        await asyncio.gather(group.consumer.end(CLOSE), *([] if transactions is None else [transactions.close()]))
+        await group.consumer.end(CLOSE)
+        if self._opening.transactions is not None:  # last: a rebalance that goes on meanwhile starts producers
+            await self._opening.transactions.close()
 
     def health(self) -> Health:
         """See `Source.health`."""

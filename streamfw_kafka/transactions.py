@@ -14,6 +14,9 @@ Theory of operation
     one who was taken for dead. So its first act is to read the committed offset: if that is not what we left, others
     have been there, and the partition is not ours any more. The same answers what became of a commit without an answer.
 
+The server answers a commit before the group has its offset, so committed offsets are asked for as stable ones only: a
+rebalance in between, which kept our producer, would read the one before and handle the unit again.
+
 Of the offsets of a transaction and those of a commit beside it, the server keeps what it got last, and it gets those of
 a transaction before it ends. So nothing else is committed of a partition while its transaction is committing: what was
 settled before (or a marker in the log that was read past) would bring the position back behind the transaction.
@@ -100,6 +103,7 @@ class Transactions:
         except BaseException:
             self._end(producer)
             raise
+        self.discard(tp)  # what else was just starting: the server refuses it since ours did
         self._producers[tp] = producer
         return producer
 
@@ -109,14 +113,15 @@ class Transactions:
         if producer is None or producer._sender.sender_task.done():
             self.discard(part.tp)
             producer = await self._start(part.tp)
-            if not part.is_still_ours(await self.committed(source, part)):
+            left = part.committed
+            if not part.is_still_ours(await self.committed(source, part), left):
                 self.discard(part.tp)
                 raise BrokerUnavailable(f"{part!r}: somebody else has committed; it is not ours any more")
         return producer
 
     async def committed(self, source: KafkaSource, part: Part) -> int:
         """The committed offset, as nobody can change it any more but us: asked after our producer has started."""
-        found = await source.group.consumer.committed_offsets([part.tp])
+        found = await source.group.consumer.committed_offsets([part.tp], stable=True)
         return found.get(part.tp, UNKNOWN)
 
     def discard(self, tp: TopicPartition) -> None:
@@ -131,11 +136,11 @@ class Transactions:
         task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End them all."""
+        """End them all, once nobody starts any more."""
         for tp in list(self._producers):
             self.discard(tp)
         if self._ending:
-            await asyncio.wait(self._ending, timeout=CLOSE)
+            await asyncio.wait(self._ending, timeout=2 * CLOSE)
 
     # -- publishing
 
@@ -289,8 +294,9 @@ class Unit(UnitOfWork):
             return False  # it was never asked for
         self._still_ours()
         await self._transactions._start(self._part.tp)
+        left = self._part.committed
         committed = await self._transactions.committed(self._source, self._part)
-        if committed != position and not self._part.is_still_ours(committed):
+        if committed != position and not self._part.is_still_ours(committed, left):
             self._transactions.discard(self._part.tp)
         return committed == position
 

@@ -4,7 +4,6 @@
 
 import asyncio
 from collections import Counter
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -19,7 +18,7 @@ from streamfw.testing import TestApp
 from streamfw_kafka import KafkaBroker, Offset, Topic, Transaction
 from streamfw_kafka.client import GroupConsumer
 from streamfw_kafka.source import KafkaSource
-from tests.brokers.kafka_kit import new_name, read
+from tests.brokers.kafka_kit import desk, new_name, read
 from tests.helpers import eventually
 from tests.services.kafka import Kafka
 
@@ -33,13 +32,17 @@ def broker_of(kafka: Kafka, **options: Any) -> KafkaBroker:
     return KafkaBroker(kafka.url, **(quick | options))
 
 
-async def seen(kafka: Kafka, topic: str) -> list[int]:
-    """The ids in a topic, as who reads what is committed sees them."""
+async def seen(kafka: Kafka, topic: str, *, once_ended: bool = True) -> list[int]:
+    """The ids in a topic, as who reads what is committed sees them; `once_ended`: when all its transactions have (the
+    server writes their markers after it has answered)."""
+
+    async def ended() -> bool:
+        async with desk(kafka.url, isolation="read_committed") as stable, desk(kafka.url) as all_there_is:
+            return await stable.topics.ends(topic) == await all_there_is.topics.ends(topic)
+
+    if once_ended:
+        await eventually(ended)
     return sorted(msgspec.json.decode(record.value)["id"] for record in await read(kafka, topic))
-
-
-async def sees(kafka: Kafka, topic: str, ids: list[int]) -> bool:
-    return await seen(kafka, topic) == ids
 
 
 async def all_committed(app: App, count: int) -> None:
@@ -139,10 +142,12 @@ async def test_a_dead_letter_before_a_message_is_not_committed_past(kafka: Kafka
 
         await eventually(lambda: committed(1) == 2)
         assert committed(0) <= 0
-        assert 2 not in await seen(kafka, receipts)  # nor what is behind it, while its transaction is open
+        assert 2 not in await seen(
+            kafka, receipts, once_ended=False
+        )  # nor what is behind it, while its transaction is open
         let_go.set()
         await eventually(lambda: committed(0) == 2)
-    await eventually(partial(sees, kafka, receipts, [1, 2, 3]))  # the server writes its markers after it has answered
+    assert await seen(kafka, receipts) == [1, 2, 3]
     assert await seen(kafka, f"{orders}.dead") == [0]
 
 
@@ -242,6 +247,57 @@ async def test_two_members_hand_partitions_over_between_transactions(kafka: Kafk
     assert await seen(kafka, receipts) == list(range(400))
 
 
+async def test_a_rebalance_right_after_a_commit_takes_up_behind_it(kafka: Kafka) -> None:
+    """The server has answered the commit, and the group has its offset a moment later."""
+    orders, receipts = new_name("orders"), new_name("receipts")
+    await kafka.create_topic(orders, partitions=1)
+    await kafka.create_topic(receipts, partitions=1)
+
+    @subscriber(orders, transactional=True, publishes=receipts, group=orders)
+    async def handle(order: Order) -> Order:
+        return order
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        source: Any = app.pumps[0].source
+        group = source.group
+        (tp,) = group.parts
+        for number in range(20):
+            part = group.parts[tp]
+            async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap) as producer:
+                await producer.send_and_wait(orders, b'{"id":%d}' % number)
+            while part.committed <= number:  # noqa: ASYNC110 - not a moment later
+                await asyncio.sleep(0)
+            await group.take_over({tp})
+            assert group.parts[tp] is part, f"it began anew at {group.parts[tp].start}, after {part.committed}"
+    assert await seen(kafka, receipts) == list(range(20))
+
+
+async def test_what_a_rebalance_starts_while_the_source_closes_is_ended(
+    kafka: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = new_name("orders")
+    await kafka.create_topic(orders, partitions=2)
+
+    @subscriber(orders, transactional=True, group=orders)
+    async def handle(order: Order) -> None: ...
+
+    app = App(handle, brokers={"default": broker_of(kafka)})
+    async with app.running():
+        source: Any = app.pumps[0].source
+        transactions: Any = source._opening.transactions
+        end = GroupConsumer.end
+
+        async def end_in_a_rebalance(consumer: GroupConsumer, seconds: float) -> None:
+            await transactions.fence([])
+            await transactions.fence([TopicPartition(orders, 0), TopicPartition(orders, 1)])
+            assert len(transactions._producers) == 2
+            await end(consumer, seconds)
+
+        monkeypatch.setattr(GroupConsumer, "end", end_in_a_rebalance)
+    assert (transactions._producers, transactions._ending) == ({}, set())
+
+
 async def test_a_source_without_transactions_refuses_one(kafka: Kafka) -> None:
     broker = broker_of(kafka)
     topic = Topic("orders", mixed_batches=True)
@@ -298,7 +354,7 @@ async def test_no_commit_beside_a_transaction_undoes_it(kafka: Kafka, monkeypatc
         assert beside == []
         go_on.set()
         await eventually(lambda: part.committed == 4)  # past the last marker, when nothing is open any more
-    await eventually(partial(sees, kafka, receipts, [0, 1]))
+    assert await seen(kafka, receipts) == [0, 1]
 
 
 async def test_a_live_test_sees_what_a_transaction_published(kafka: Kafka) -> None:

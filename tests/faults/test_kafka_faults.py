@@ -372,7 +372,7 @@ async def test_an_error_while_partitions_are_taken_over_is_told_and_the_source_o
     async with reading(kafka, topic, group) as reader:
         first = reader.group
 
-        async def fails(partitions: Any) -> Any:
+        async def fails(partitions: Any, *, stable: bool = False) -> Any:
             raise KafkaError("from the listener")
 
         first.consumer.committed_offsets = fails  # type: ignore[method-assign]
