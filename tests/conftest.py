@@ -17,6 +17,8 @@ from tests.services import kafka as kafka_services
 from tests.services import postgres as services
 from tests.services import rabbit as rabbit_services
 
+pytest_plugins = ["tests.left_open"]
+
 # A run in the background, or under `nohup`, ignores these; the programs that tests start would inherit it.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
