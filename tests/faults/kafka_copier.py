@@ -14,6 +14,8 @@ import msgspec
 from streamfw import App, Batch, Publisher, subscriber
 from streamfw_kafka import KafkaBroker
 
+GROUP = "copiers"
+
 
 class Work(msgspec.Struct):
     number: int
@@ -35,7 +37,7 @@ def main(url: str, source: str, target: str, batch: int) -> None:
         else subscriber(source, transactional=True, workers=4)(copy)
     )
     broker = KafkaBroker(url, session_timeout=2.0, heartbeat=0.2, metadata_age=2.0)
-    App(handler, name="copiers", brokers={"default": broker}, publishers=[out]).run(wait=30)
+    App(handler, name=GROUP, brokers={"default": broker}, publishers=[out]).run(wait=30)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Copiers in transactions, killed with SIGKILL at random moments: who reads what is committed sees each effect once."""
+"""Copiers in transactions, killed with SIGKILL at random moments, while others join their group and leave it: who reads
+what is committed sees each effect once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from pathlib import Path
 import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from tests.faults.kafka_copier import Work
+from streamfw_kafka.client import fresh_assignor
+from tests.faults.kafka_copier import GROUP, Work
 from tests.services.kafka import Kafka
 
 __all__ = ["CopyRun", "copy_run"]
@@ -32,6 +34,7 @@ class CopyRun:
 
     messages: int
     kills: int = 0
+    visits: int = 0
     seen: Counter[int] = field(default_factory=Counter)
     aborted: int = 0
 
@@ -45,7 +48,8 @@ class CopyRun:
 
 
 async def copy_run(kafka: Kafka, *, seed: int, messages: int, kills: int, batch: int, copiers: int = 2) -> CopyRun:
-    """Copy `messages` while copiers are killed `kills` times."""
+    """Copy `messages` while copiers are killed `kills` times. Visitors make the group rebalance all the time: copiers
+    that live give partitions up, and go on with them, at any moment of a transaction."""
     rng = random.Random(seed)
     name = secrets.token_hex(4)
     source, target = f"copy-in-{name}", f"copy-out-{name}"
@@ -54,6 +58,8 @@ async def copy_run(kafka: Kafka, *, seed: int, messages: int, kills: int, batch:
     run = CopyRun(messages)
     running: list[Process] = [await _copier(kafka, source, target, batch) for _ in range(copiers)]
     watching = asyncio.ensure_future(_watch(kafka, target, run))
+    over = asyncio.Event()
+    visiting = asyncio.ensure_future(_visit(kafka, source, random.Random(seed), run, over))
     try:
         publishing = asyncio.ensure_future(_publish(kafka, source, messages, kills * 1.0 + 1.0))
         for _ in range(kills):
@@ -67,10 +73,13 @@ async def copy_run(kafka: Kafka, *, seed: int, messages: int, kills: int, batch:
         await watching
     finally:
         watching.cancel()
+        over.set()
+        await asyncio.wait([visiting])
         for process in running:
             if process.returncode is None:
                 process.terminate()
         codes = [await process.wait() for process in running]
+    visiting.result()
     assert codes == [0] * copiers, f"copiers ended with {codes}"
     await _read_again(kafka, target, run)
     return run
@@ -79,6 +88,25 @@ async def copy_run(kafka: Kafka, *, seed: int, messages: int, kills: int, batch:
 async def _copier(kafka: Kafka, source: str, target: str, batch: int) -> Process:
     command = [sys.executable, "-m", "tests.faults.kafka_copier", kafka.url, source, target, str(batch)]
     return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=DEVNULL, stderr=DEVNULL)
+
+
+async def _visit(kafka: Kafka, topic: str, rng: random.Random, run: CopyRun, over: asyncio.Event) -> None:
+    """Join the copiers' group and leave it, again and again, without reading anything: two rebalances each time."""
+    while not over.is_set():
+        await asyncio.sleep(rng.uniform(0.1, 0.8))
+        visitor = AIOKafkaConsumer(
+            topic,
+            bootstrap_servers=kafka.bootstrap,
+            group_id=GROUP,
+            enable_auto_commit=False,
+            partition_assignment_strategy=(fresh_assignor(),),
+        )
+        try:
+            await visitor.start()
+            await asyncio.sleep(rng.uniform(0.0, 0.2))
+        finally:
+            await visitor.stop()
+        run.visits += 1
 
 
 async def _publish(kafka: Kafka, topic: str, messages: int, seconds: float) -> None:

@@ -207,7 +207,8 @@ def _transactions(server: OwnKafka, directory: Path, seed: int) -> Counts:
     run = asyncio.run(copy_run(server.facts, seed=seed, messages=4_000, kills=8, batch=(0, 20)[seed % 2]))
     assert not run.lost, f"{len(run.lost)} lost, for example {run.lost[:3]}"
     assert not run.twice, f"{len(run.twice)} seen twice, for example {run.twice[:3]}"
-    return {"kills": run.kills, "published": run.messages, "handled": len(run.seen), "lost": 0, "duplicates": 0}
+    counts = {"kills": run.kills, "visits": run.visits, "published": run.messages, "handled": len(run.seen)}
+    return {**counts, "lost": 0, "duplicates": 0}
 
 
 # ---------------------------------------------------------------------- RabbitMQ
@@ -282,7 +283,8 @@ SUITES: tuple[Suite[Any], ...] = (
     ),
     Suite(
         "kafka-transactions",
-        "copiers from topic to topic in transactions, killed; every other round in batches",
+        "copiers from topic to topic in transactions, killed, while others join their group and leave it; every other "
+        "round in batches",
         5,
         _transactions,
         _kafka,
