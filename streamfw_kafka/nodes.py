@@ -17,6 +17,7 @@ from aiokafka.conn import AIOKafkaConnection, CloseReason, collect_hosts, create
 from aiokafka.errors import KafkaConnectionError, StaleMetadata
 from aiokafka.protocol.metadata import MetadataRequest
 
+from streamfw.ending import ended
 from streamfw.errors import BrokerClosed, BrokerError
 
 from .errors import DRIVER_ERRORS, translated
@@ -191,8 +192,7 @@ class Nodes:
         """Close every connection. Twice is once."""
         self._closed = True
         if self._learning is not None:
-            self._learning.cancel()
-            await asyncio.wait([self._learning])
+            await ended((self._learning,))
         ending = [connection.close(reason=CloseReason.SHUTDOWN) for connection in self._connections.values()]
         self._connections.clear()
         if ending:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
+from streamfw.ending import ended
 from streamfw.errors import (
     BrokerClosed,
     BrokerError,
@@ -213,10 +214,10 @@ class Publishing:
         self._closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
-        await _ended(self._tasks)  # nobody adds anything from here on
+        await ended(self._tasks)  # nobody adds anything from here on
         if self._sending is not None:
             await self._sending.close(deadline)
-        await _ended({*self._tasks, *([self._watching] if self._watching else [])})
+        await ended({*self._tasks, *([self._watching] if self._watching else [])})
         for entry in itertools.chain.from_iterable(self._held.values()):
             self._fail(*entry, Unavailable, "publishing was closed before its topic was found")
         self._held.clear()
@@ -269,10 +270,3 @@ def kind_of(error: BrokerError) -> type[PublishError]:
         return Unroutable
     # Without a cause it is a name that cannot be.
     return Rejected if not error.transient and (concerns_message(error) or error.__cause__ is None) else Unavailable
-
-
-async def _ended(tasks: Collection[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)

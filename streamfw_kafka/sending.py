@@ -36,6 +36,7 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchBuilderPy
 
+from streamfw.ending import ended
 from streamfw.errors import (
     BrokerError,
     BrokerRefused,
@@ -412,11 +413,7 @@ class Sending:
         if self._busy:
             self._idle = self._loop.create_future()
             await asyncio.wait([self._idle], timeout=max(0.0, deadline - self._loop.time()))
-        tasks = [node.task for node in self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await ended(node.task for node in self._tasks.values())
         closed = BrokerUnavailable("Kafka: publishing was closed before the server had answered")
         for lane in self._busy:
             while lane.batches:

@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from aiokafka import TopicPartition
 
 from streamfw.broker import Health
+from streamfw.ending import ended
 from streamfw.errors import BrokerClosed, BrokerError, BrokerUnavailable
 
 from .assignment import Part
@@ -115,8 +116,7 @@ class Watch:
                     log.exception("%r: looking after its source", self._subscription)
         finally:
             if asking is not None:
-                asking.cancel()
-                await asyncio.wait([asking], timeout=1.0)
+                await ended((asking,), timeout=1.0)
 
     # -- what it says
 

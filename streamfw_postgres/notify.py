@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import asyncpg
 
+from streamfw.ending import ended
 from streamfw.errors import BrokerClosed, BrokerError
 
 from .roles import Role
@@ -144,8 +145,7 @@ class Notifier:
         """Send what waits, and end."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await ended((task,))
         await self.flush(timeout=1.0)
 
 
@@ -209,6 +209,5 @@ class Listener:
         """End, also the connection."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await ended((task,))
         await self._role.close()

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from streamfw.ending import ended
 from streamfw.errors import BrokerClosed, BrokerError
 
 from .deliveries import Out, PostgresDelivery
@@ -60,10 +61,7 @@ class Renewer:
     async def close(self) -> None:
         """End; nothing is renewed any more."""
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await ended(tasks)
 
     async def _renewing(self) -> None:
         # An ordered source renews its ownership too, with more margin: losing it costs much more.

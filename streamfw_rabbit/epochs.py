@@ -33,6 +33,7 @@ import aiormq
 from aiormq.exceptions import AuthenticationError, IncompatibleProtocolError
 from yarl import URL
 
+from streamfw.ending import ended
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnavailable
 
 from ._base import told
@@ -217,8 +218,7 @@ class Epochs:
         self._closed = True
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
-            supervisor.cancel()
-            await asyncio.wait({supervisor})
+            await ended((supervisor,))
         epoch, self._current = self._current, None
         if epoch is not None:
             self._dispose(epoch)
@@ -248,6 +248,8 @@ class Epochs:
                 self._tell(None, None)
                 return
             except BrokerError as error:
+                if self._closed:  # aiormq has swallowed the cancellation
+                    return
                 self._note_failure(error)
                 await asyncio.sleep(self._pause())
                 self._down += loop.time() - began

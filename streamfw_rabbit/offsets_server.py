@@ -26,6 +26,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from streamfw.ending import ended
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnavailable, redact
 
 from .offsets import Bookmark, OffsetStore, Place
@@ -138,8 +139,7 @@ class _InStream(Bookmark):
                 raise BrokerUnavailable(f"{self._offsets!r}: no answer for {self._offsets.timeout:g} s")
             return whole.result()
         except BaseException as error:
-            whole.cancel()
-            await asyncio.wait({whole})
+            await ended((whole,))
             await self._drop()
             if isinstance(error, BrokerError) or not isinstance(error, Exception):
                 raise

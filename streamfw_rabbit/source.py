@@ -25,6 +25,7 @@ from functools import partial
 from typing import Final
 
 from streamfw.broker import Delivery, Health, Settlement, Source, Subscription
+from streamfw.ending import ended
 from streamfw.errors import (
     BrokerClosed,
     BrokerError,
@@ -493,7 +494,7 @@ class RabbitSource(Source):
             self._watching.cancel()
         await self._leave()
         if self._adopting is not None:
-            await asyncio.wait({self._adopting}, timeout=_ADOPTS)
+            await ended((self._adopting,), timeout=_ADOPTS)
 
     async def _leave(self) -> None:
         """Close the channel: what is out on it goes back."""

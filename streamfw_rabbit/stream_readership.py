@@ -29,6 +29,7 @@ import logging
 from typing import Final
 
 from streamfw.broker import Delivery, Health, Subscription
+from streamfw.ending import ended
 from streamfw.errors import BrokerError, BrokerUnavailable
 from streamfw.runtime.settler import backoff
 from streamfw.runtime.signal import Signal
@@ -382,8 +383,7 @@ class Readership:
         is away."""
         storing = asyncio.create_task(self._last())
         await asyncio.wait({storing}, timeout=seconds)
-        storing.cancel()
-        await asyncio.wait({storing})
+        await ended((storing,))
         reading, self.reading = self.reading, None
         if reading is not None:
             self._over(reading)

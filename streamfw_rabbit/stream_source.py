@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from streamfw.broker import Delivery, Health, Position, Settlement, Source, Subscription
+from streamfw.ending import ended
 from streamfw.errors import (
     BrokerClosed,
     BrokerError,
@@ -198,10 +199,7 @@ class StreamSource(Source):
             return
         await self.stop()
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await ended(self._tasks)
         await self._readership.close(_CLOSE)
 
     def health(self) -> Health:

@@ -245,6 +245,27 @@ async def test_a_server_that_speaks_something_else(transport: TransportName, ans
         await epochs.close()
 
 
+async def test_it_closes_though_the_library_swallows_the_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiormq does, while it cleans up behind a connection that failed."""
+    attempts = 0
+
+    async def swallows(*_: object) -> None:
+        nonlocal attempts
+        attempts += 1
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            raise BrokerUnavailable("it hung up") from None
+
+    monkeypatch.setattr(module, "_connect", swallows)
+    epochs = Epochs(ConnectionOptions(hosts=(("127.0.0.1", 1),)))
+    epochs.start()
+    await asyncio.sleep(0)
+    async with asyncio.timeout(1.0):  # not a pause later, and no other attempt
+        await epochs.close()
+    assert attempts == 1
+
+
 def test_the_pause_grows_with_the_outage() -> None:
     """At most a fifth of it: a server that is back after 10 s is found within 2 s."""
     epochs = Epochs(ConnectionOptions(backoff=(0.2, 30.0)))
