@@ -21,7 +21,7 @@ _TOO_LONG = 0.5 - 2 / LOOKS  # of that time: one look later it is not yet half, 
 
 
 class Overdue:
-    """Warns once of what is out for half of `limit` seconds. `where`: whose it is, for the log."""
+    """Warns once of what is out on a channel for half of `limit` seconds. `where`: whose it is, for the log."""
 
     def __init__(self, where: str, limit: float) -> None:
         self._where, self._limit = where, limit
@@ -54,8 +54,3 @@ class Overdue:
                 break
             last = tag
         return last
-
-    def forget(self) -> None:
-        """Another channel begins."""
-        self._arrived.clear()
-        self._warned = 0

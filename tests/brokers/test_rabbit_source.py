@@ -43,9 +43,9 @@ async def fill(connection: RabbitConnection, name: str, count: int) -> None:
 
 
 def channel_of(one: object) -> Channel:
-    channel = source_of(one)._channel  # type: ignore[arg-type]
-    assert channel is not None
-    return channel
+    held = source_of(one)._held  # type: ignore[arg-type]
+    assert held is not None
+    return held.channel
 
 
 # ---------------------------------------------------------------------- settling

@@ -28,9 +28,9 @@ def window(source: RabbitQueue | None = None, timeout: float = 1800.0, **options
 
 
 def consumer_of(taker: Member) -> Consumer:
-    consumer = source_of(taker)._consumer
-    assert consumer is not None
-    return consumer
+    held = source_of(taker)._held
+    assert held is not None
+    return held.consumer
 
 
 def grown(w: Window, pace: float, now: float = 100.0) -> list[int]:

@@ -193,8 +193,8 @@ class Faults:
         found: list[tuple[str, Channel]] = []
         for pump in self._app.pumps:
             source = pump.source
-            if isinstance(source, RabbitSource) and source._channel is not None:
-                found.append((source._plan.queue, source._channel))
+            if isinstance(source, RabbitSource) and source._held is not None:
+                found.append((source._plan.queue, source._held.channel))
             elif isinstance(source, StreamSource) and (reader := source._readership.reader) is not None:
                 found.append((source._readership._plan.queue, reader._channel))
         return found
