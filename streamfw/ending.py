@@ -21,7 +21,9 @@ async def ended(tasks: Iterable[asyncio.Task[Any]], *, timeout: float | None = N
     loop = asyncio.get_running_loop()
     end = None if timeout is None else loop.time() + timeout
     left = {task for task in tasks if not task.done()}
+    again = [task for task in left if not task.cancelling()]  # who was cancelled just now cleans up
     while left and (end is None or loop.time() < end):
-        for task in left:
+        for task in again:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=AGAIN if end is None else min(AGAIN, end - loop.time()))
+        again = list(left)

@@ -34,6 +34,26 @@ async def test_who_swallows_a_cancellation_is_cancelled_again(monkeypatch: pytes
     assert all(task.cancelled() for task in tasks)
 
 
+async def test_who_was_cancelled_already_may_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "AGAIN", 10.0)
+    cleaned = False
+
+    async def cleans() -> None:
+        nonlocal cleaned
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned = True
+
+    task = asyncio.create_task(cleans())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    await ended([task])
+    assert cleaned
+
+
 async def test_who_does_not_end_is_waited_for_no_longer_than_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "AGAIN", 0.04)
     tasks = await begun(0, 5)
