@@ -493,7 +493,8 @@ async def test_a_process_that_stands_still_loses_its_rows(database: Postgres) ->
         await still.publish("q", b"1")
         (delivery,) = await fetch(source)
         assert await still.locked() == [b"1"]
-        for held in source._held:
+        claims = list(source._held)
+        for held in claims:
             assert held.timer is not None
             held.timer.cancel()  # what stands still runs no timer
 
@@ -501,6 +502,7 @@ async def test_a_process_that_stands_still_loses_its_rows(database: Postgres) ->
             return await still.locked() == []
 
         await eventually(is_free, deadline=20.0)
+        await eventually(lambda: all(held.lost for held in claims))  # what it hears when it goes on
         errors = await source.settle([Settlement(delivery, ACK)])
         assert [type(e) for e in errors] == [LeaseLost]
 

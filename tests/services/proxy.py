@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 
+from tests.services._homes import free_port
+
 __all__ = ["Proxy"]
 
 _CHUNK = 1 << 16
@@ -85,8 +87,9 @@ class Proxy:
         if self._server is not None:
             return
         if self._unix_port is None:
+            # No port that the system gives to clients: while it refuses, one of them would connect to itself.
+            self.port = self.port or free_port()
             self._server = await asyncio.start_server(self._serve, self.host, self.port)
-            self.port = self._server.sockets[0].getsockname()[1]
             return
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="streamfw-proxy-")
