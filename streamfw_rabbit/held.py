@@ -181,10 +181,11 @@ class Held:
         if self._ended:
             return
         self._take_out(self.last_tag())
+        given = self.give_back()
         log.warning(
             "%s: %d messages have waited here for so long that RabbitMQ might take them back (consumer_timeout is %.0f "
             "s); they are given back, and fewer are asked for",
             self._where,
-            self.give_back(),
+            given,
             self._timeout,
         )
