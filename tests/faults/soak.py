@@ -207,7 +207,8 @@ def _transactions(server: OwnKafka, directory: Path, seed: int) -> Counts:
     run = asyncio.run(copy_run(server.facts, seed=seed, messages=4_000, kills=8, batch=(0, 20)[seed % 2]))
     assert not run.lost, f"{len(run.lost)} lost, for example {run.lost[:3]}"
     assert not run.twice, f"{len(run.twice)} seen twice, for example {run.twice[:3]}"
-    counts = {"kills": run.kills, "visits": run.visits, "published": run.messages, "handled": len(run.seen)}
+    faults = {"members that joined and left": run.visits}
+    counts = {"kills": run.kills, "faults": faults, "published": run.messages, "handled": len(run.seen)}
     return {**counts, "lost": 0, "duplicates": 0}
 
 
