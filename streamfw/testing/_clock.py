@@ -3,8 +3,12 @@
 Theory of operation
     `loop.time` is replaced, on the loop object, by real time plus an offset. Timers are compared with it, so raising
     the offset makes them due. Outside `standing` it flows as real time does: whoever sleeps, sleeps. Inside, it stands
-    still and moves only by `move_to`, from one timer to the next: what happens at a timer takes no time at all, so a
-    retry after 1 s, one after 2 s and one after 4 s are all within 7 s, exactly.
+    still and moves only by `move_to` and `move_past`, from one timer to the next: what happens at a timer takes no time
+    at all, so a retry after 1 s, one after 2 s and one after 4 s are all within 7 s.
+
+    asyncio calls a timer that is due within its clock's resolution. Whoever finds that he was called too early sets
+    another one, for the rest: sums of floats are not exact. On a clock that stood still he would be called early again,
+    at once and for ever. So it goes a little past each timer.
 
     A loop's time never goes back: what was added stays when the clock is given up, for the timers that are still set.
 """
@@ -12,6 +16,7 @@ Theory of operation
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +35,7 @@ class VirtualClock:
     def __init__(self, loop: asyncio.BaseEventLoop) -> None:
         self._loop = loop
         self._real: Callable[[], float] = loop.time
+        self._resolution: float = getattr(loop, "_clock_resolution", 0.0)
         self._offset = 0.0
         self._standing: float | None = None
         self._users = 0
@@ -72,6 +78,13 @@ class VirtualClock:
         """Make it `when`; never earlier than now."""
         assert self._standing is not None, "only a standing clock is moved"
         self._standing = max(self._standing, when)
+
+    def move_past(self, when: float) -> float:
+        """Make it `when` and so much more that nobody was called too early; return how much that is."""
+        margin = max(2 * self._resolution, 8 * math.ulp(when))
+        before = self.time()
+        self.move_to(when + margin)
+        return self.time() - max(before, when)
 
     def _timers(self) -> list[asyncio.TimerHandle]:
         scheduled: list[asyncio.TimerHandle] = getattr(self._loop, "_scheduled")  # noqa: B009 - asyncio shows it nowhere

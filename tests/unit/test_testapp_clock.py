@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -201,6 +202,27 @@ async def test_lanes_wait_for_their_retries_and_others_do_not() -> None:
             await tb.advance(2 * HOUR)
         assert done == ["b1", "b2", "a1", "a2", "a3"]
         assert [one.message.attempt for one in tb.received(ship) if one.value == "a1"] == [1, 2, 3]
+
+
+def test_whoever_is_due_comes_whatever_the_floats() -> None:
+    """The sum of a time and what is left until another may be a little less than that: the timer was early then."""
+    chance = random.Random(7)
+    seen: list[int] = []
+
+    @subscriber("orders")
+    async def ship(number: int) -> None:
+        seen.append(number)
+
+    async def passes(long: float) -> None:
+        seen.clear()
+        async with TestApp(App(ship)) as tb:
+            for number, delay in enumerate((HOUR, long)):
+                await tb.publish("orders", number, delay=delay)
+            await tb.advance(long + 1.0)
+        assert seen == [0, 1], long
+
+    for _ in range(100):  # a new loop each, whose clock does not stand so far ahead yet that sums are exact
+        asyncio.run(passes(chance.uniform(50.0, 5000.0) * HOUR))
 
 
 @on_asyncio
