@@ -1,12 +1,14 @@
-"""Ending tasks that run until they are cancelled."""
+"""Ending tasks that run until they are cancelled, and finishing what must not be cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Coroutine, Iterable
+from typing import Any, Final, TypeVar
 
-__all__ = ["ended"]
+__all__ = ["ended", "to_its_end"]
+
+_T = TypeVar("_T")
 
 AGAIN: Final = 2.0  # seconds; longer than any task of ours takes to clean up
 
@@ -27,3 +29,18 @@ async def ended(tasks: Iterable[asyncio.Task[Any]], *, timeout: float | None = N
             task.cancel()
         _, left = await asyncio.wait(left, timeout=AGAIN if end is None else min(AGAIN, end - loop.time()))
         again = list(left)
+
+
+async def to_its_end(step: Coroutine[Any, Any, _T]) -> _T:
+    """Await it to its end, also when cancelled meanwhile; the cancellation goes on when it has ended. For what is
+    bounded in time, and leaves something behind when it is broken off."""
+    task = asyncio.ensure_future(step)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled and not task.exception():
+        raise asyncio.CancelledError
+    return task.result()

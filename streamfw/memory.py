@@ -27,6 +27,7 @@ from .broker import (
     Source,
     Subscription,
 )
+from .ending import to_its_end
 from .errors import (
     Blocked,
     BrokerClosed,
@@ -107,7 +108,7 @@ class MemoryBroker(Broker):
         try:
             yield connection
         finally:
-            await connection.close()
+            await to_its_end(connection.close())
             self._store.leave()
 
     def capabilities_of(self, subscription: Subscription) -> Capabilities:

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import msgspec
 
 from streamfw.broker import Broker, Capabilities, Connection, Subscription
+from streamfw.ending import to_its_end
 
 from .connection import KafkaConnection, subscription_mistakes
 from .settings import Compression, Isolation, Sasl, Settings, parsed
@@ -134,4 +135,4 @@ class KafkaBroker(Broker):
             await connection.begin()
             yield connection
         finally:
-            await connection.close()
+            await to_its_end(connection.close())

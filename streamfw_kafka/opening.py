@@ -12,6 +12,7 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from streamfw.broker import Position, Subscription
+from streamfw.ending import to_its_end
 from streamfw.errors import BrokerError, BrokerRefused, PublishError
 from streamfw.message import Outgoing
 
@@ -78,12 +79,18 @@ class Opening:
             await self._subscribe(consumer, membership)
             membership.check()
         except (KafkaError, OSError, TimeoutError) as error:
-            await consumer.end(1.0)
+            await to_its_end(self._give_up(consumer))
             raise translated(error, what) from error
         except BaseException:
-            await consumer.end(1.0)
+            await to_its_end(self._give_up(consumer))
             raise
         return membership
+
+    async def _give_up(self, consumer: GroupConsumer) -> None:
+        """Leave nothing behind of a group that was not joined, nor of partitions that were ours already."""
+        await consumer.end(1.0)
+        if self.transactions is not None:
+            await self.transactions.close()
 
     async def _start(self, consumer: GroupConsumer) -> None:
         try:

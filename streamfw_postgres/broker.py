@@ -12,6 +12,7 @@ import asyncpg
 import msgspec
 
 from streamfw.broker import Broker, Capabilities, Connection, Subscription
+from streamfw.ending import to_its_end
 from streamfw.errors import BrokerRefused
 
 from . import migrations
@@ -130,7 +131,7 @@ class PostgresBroker(Broker):
                 await connection.begin()
                 yield connection
             finally:
-                await connection.close()
+                await to_its_end(connection.close())
 
     @asynccontextmanager
     async def _connector(self) -> AsyncIterator[Connector]:

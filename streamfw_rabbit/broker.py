@@ -9,6 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from streamfw.broker import Broker, Capabilities, Connection, Subscription
+from streamfw.ending import to_its_end
 
 from .connection import RabbitConnection, may_order, subscription_mistakes
 from .names import REPLY_TO
@@ -147,4 +148,4 @@ class RabbitBroker(Broker):
             await connection.begin()
             yield connection
         finally:
-            await connection.close()
+            await to_its_end(connection.close())

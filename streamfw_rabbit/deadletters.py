@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import aiormq.exceptions
 
 from streamfw.broker import DeadLetters
+from streamfw.ending import to_its_end
 from streamfw.errors import BrokerClosed, BrokerError, BrokerRefused, BrokerUnavailable, Unroutable
 from streamfw.message import (
     DEAD_LETTER_HEADERS,
@@ -162,7 +163,8 @@ async def adopt(epochs: Epochs, publishing: Publishing, name: str, queue: str) -
         return 0  # a queue of that name is somebody else's, and so are its messages
     async with looking(epochs, name) as table:
         while table is not None and (taken := await table.take(_IN_ORDER)):
-            moved += await _to_its_end(_moved(table, taken, publishing, name, queue))
+            # Broken off, what was published would be there twice.
+            moved += await to_its_end(_moved(table, taken, publishing, name, queue))
     return moved
 
 
@@ -182,20 +184,6 @@ async def _moved(table: Table, taken: Sequence[Taken], publishing: Publishing, n
     if not all(results):
         raise BrokerUnavailable(f"queue {queue!r} is gone")
     return len(taken)
-
-
-async def _to_its_end(step: Coroutine[Any, Any, T]) -> T:
-    """Await it to its end, also when cancelled meanwhile: broken off, what was published would be there twice."""
-    task = asyncio.ensure_future(step)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled and not task.exception():
-        raise asyncio.CancelledError
-    return task.result()
 
 
 async def keep_adopting(epochs: Epochs, publishing: Publishing, name: str, queue: str) -> None:

@@ -66,6 +66,7 @@ NAMES: dict[str, tuple[Any, str]] = {
     "_notify": (fetcher.Fetcher, "def _notify(self, future)"),
     "_num_records": (_DefaultRecordBatchPy.__init__, "self._num_records = "),
     "_partition_records": (fetcher.FetchResult.__init__, "self._partition_records = "),
+    "_pending_tasks": (fetcher.Fetcher.__init__, "self._pending_tasks = "),
     "_pos": (_DefaultRecordBatchPy.__init__, "self._pos = "),
     "_records_iterator": (fetcher.PartitionRecords.__init__, "self._records_iterator = "),
     "_send_req": (Coordinator, "async def _send_req(self, request)"),
@@ -144,6 +145,7 @@ def test_each_private_name_that_is_used_is_in_the_table() -> None:
         "_consumer_record",
         "_do_heartbeat",
         "_last_fetch_ended",
+        "_pending_tasks",
     }  # not read
 
 

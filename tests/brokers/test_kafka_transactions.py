@@ -12,11 +12,12 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 
 from streamfw import App, Backoff, Batch, Publisher, subscriber
 from streamfw.broker import Subscription
-from streamfw.errors import PublishError, TooLarge, Unroutable
+from streamfw.errors import BrokerUnavailable, PublishError, TooLarge, Unroutable
 from streamfw.outcome import DeadLetter, Retry
 from streamfw.testing import TestApp
 from streamfw_kafka import KafkaBroker, Offset, Topic, Transaction
 from streamfw_kafka.client import GroupConsumer
+from streamfw_kafka.opening import Opening
 from streamfw_kafka.source import KafkaSource
 from tests.brokers.kafka_kit import desk, new_name, read
 from tests.helpers import eventually
@@ -296,6 +297,28 @@ async def test_what_a_rebalance_starts_while_the_source_closes_is_ended(
 
         monkeypatch.setattr(GroupConsumer, "end", end_in_a_rebalance)
     assert (transactions._producers, transactions._ending) == ({}, set())
+
+
+async def test_an_opening_that_is_broken_off_ends_its_producers(kafka: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = new_name("orders")
+    await kafka.create_topic(orders, partitions=2)
+    subscribe = Opening._subscribe
+    fenced: list[int] = []
+
+    async def fails(opening: Opening, *rest: Any) -> None:
+        await subscribe(opening, *rest)
+        transactions: Any = opening.transactions
+        openings.append(transactions)
+        fenced.append(len(transactions._producers))
+        raise BrokerUnavailable("after all")
+
+    openings: list[Any] = []
+    monkeypatch.setattr(Opening, "_subscribe", fails)
+    async with broker_of(kafka).connect() as connection:
+        with pytest.raises(BrokerUnavailable, match="after all"):
+            await connection.open(Subscription(orders, transactional=True, group=orders))
+    assert fenced == [2]
+    assert (openings[0]._producers, openings[0]._ending) == ({}, set())
 
 
 async def test_a_source_without_transactions_refuses_one(kafka: Kafka) -> None:

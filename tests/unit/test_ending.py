@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from streamfw import ending
-from streamfw.ending import ended
+from streamfw.ending import ended, to_its_end
 
 
 async def stubborn(lives: int) -> str:
@@ -75,3 +75,26 @@ async def test_what_ended_by_itself_is_left_alone() -> None:
     await ended([task])
     assert isinstance(task.exception(), LookupError)
     await ended([])
+
+
+async def test_what_must_end_ends_and_the_cancellation_goes_on() -> None:
+    steps: list[str] = []
+
+    async def closing() -> None:
+        await asyncio.sleep(0.01)
+        steps.append("closed")
+
+    async def leaves() -> None:
+        await to_its_end(closing())
+        steps.append("not cancelled")
+
+    task = asyncio.create_task(leaves())
+    await asyncio.sleep(0)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert steps == ["closed"]
+    await leaves()
+    assert steps == ["closed", "closed", "not cancelled"]

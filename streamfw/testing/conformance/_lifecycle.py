@@ -71,6 +71,33 @@ class LifecycleConformance(ConformanceKit):
             assert (ids(again), [delivery.attempt for delivery in again]) == (sent, [1, 1, 1])
             await successor.acknowledge(again)
 
+    @pytest.mark.parametrize("turns", [1, 4, 16, 64])
+    async def test_a_connection_is_closed_to_its_end_though_cancelled(
+        self, broker: Broker, name: str, turns: int
+    ) -> None:
+        """A cancellation that arrives `turns` turns of the loop after the closing has begun leaves no task behind."""
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def use() -> None:
+            async with broker.connect() as connection:
+                await connection.open(Subscription(name))
+                entered.set()
+                await leave.wait()
+
+        before = asyncio.all_tasks()
+        user = asyncio.create_task(use())
+        await asyncio.wait({user, asyncio.ensure_future(entered.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        leave.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        user.cancel()
+        await asyncio.wait({user})
+        assert user.cancelled() or user.exception() is None
+        end = time.monotonic() + self.patience
+        while (left := asyncio.all_tasks() - before) and time.monotonic() < end:  # noqa: ASYNC110 - tasks tell nobody
+            await asyncio.sleep(0.01)
+        assert not left, "a task of it goes on"
+
     async def test_stop_keeps_what_is_out(self, broker: Broker, name: str) -> None:
         async with self.member(broker, name) as first, self.member(self.another(broker), name) as second:
             sent = [i for number in range(40) for i in await first.send(name, b"x", key=f"key-{number}")]
