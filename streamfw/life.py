@@ -16,6 +16,7 @@ import msgspec
 from .broker import Broker, Connection, Position
 from .build import Built, BuiltSubscriber
 from .config import Settings, near
+from .ending import to_its_end
 from .errors import BrokerError, BrokerUnavailable, BuildError, ConfigError, NotRunning, Unsupported
 from .lifespan import find_state
 from .runtime import blocking
@@ -227,15 +228,7 @@ class Life:
         in threads)."""
         self._draining = True
         deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout
-        drained = asyncio.ensure_future(self._drain_all(deadline))
-        cancelled = False
-        while not drained.done():
-            try:
-                await asyncio.wait([drained])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
+        await to_its_end(self._drain_all(deadline))
 
     async def _drain_all(self, deadline: float) -> None:
         ends = (pump.drain(deadline, self._ends_process) for pump in self.pumps)

@@ -311,9 +311,8 @@ class GroupConsumer(AIOKafkaConsumer):  # type: ignore[misc, unused-ignore]  # n
 def _tasks_of(part: Any) -> Sequence[asyncio.Task[Any]]:
     names = ("_coordination_task", "_heartbeat_task", "_commit_refresh_task", "_fetch_task")
     found = [getattr(part, name, None) for name in names]
-    found += getattr(
-        part, "_pending_tasks", ()
-    )  # of a fetcher: requests, and questions that nobody may answer any more
+    # Of a fetcher: requests, and questions that nobody may answer any more.
+    found += getattr(part, "_pending_tasks", ())
     return [task for task in found if isinstance(task, asyncio.Task) and not task.done()]
 
 

@@ -25,6 +25,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
+from .admin import by_topic
 from .errors import response_error
 
 __all__ = ["AGAIN", "StableOffsetFetchRequest", "stable_offsets_in"]
@@ -85,13 +86,11 @@ class StableOffsetFetchRequest(Request[_Struct]):  # type: ignore[misc, unused-i
 
     def __init__(self, group: str, partitions: Iterable[TopicPartition]) -> None:
         self._group = group
-        self._topics: dict[str, list[int]] = {}
-        for topic, partition in partitions:
-            self._topics.setdefault(topic, []).append(partition)
+        self._topics = by_topic((tp, tp.partition) for tp in partitions)
 
     def build(self, request_struct_class: type[_Struct]) -> _Struct:
         topics: list[tuple[str, list[int], dict[int, bytes]]] = [
-            (name, partitions, {}) for name, partitions in self._topics.items()
+            (name, partitions, {}) for name, partitions in self._topics
         ]
         return request_struct_class(self._group, topics, True, {})
 

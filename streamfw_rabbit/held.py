@@ -161,9 +161,9 @@ class Held:
     def _waits_too_long(self, now: float) -> bool:
         """Whether something has not begun that has been here for almost half of the server's time. If so, it has been
         taken out of the pump."""
-        if not self.is_late(now):
-            return False
         late = self._overdue.waiting(now)
+        if late < self.tags.oldest():
+            return False
         self._take_out(late)
         return bool(self._taken_back) or bool(self._inbox and self._inbox[0].tag <= late)
 
